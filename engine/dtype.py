@@ -1,4 +1,4 @@
-"""Which dtypes `--dtype` and `--kv-cache-dtype` mean."""
+"""Which dtypes `--dtype` and `--kv-cache-dtype` mean, and what layers with FP8 weights compute in."""
 
 import logging
 
@@ -8,6 +8,7 @@ from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
 from pdkv.host.processor import emulates_bfloat16, instruction_set
 from pdkv.models.config import ModelConfig
+from pdkv.models.quantized_linear import why_not_fp8
 
 logger = logging.getLogger(__name__)
 
@@ -46,3 +47,18 @@ def resolve_kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> 
     if device.type == "cpu":
         logger.warning("--kv-cache-dtype fp8 on a CPU saves memory, not time: attention is computed by plain torch")
     return "float8_e4m3fn"
+
+
+def resolve_fp8(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelConfig:
+    """The model as an engine computes it: with FP8 inputs where its weights are FP8 and the device multiplies them.
+
+    The same on every rank. KV is other KV then, so it is part of the model's identity.
+    """
+    if model.quantization is None or model.quantization.input_scheme is None:
+        return model
+    dtype: torch.dtype = getattr(torch, resolve_dtype(config, model, device))
+    reason = why_not_fp8(model, dtype, device, config.tp)
+    if reason is None:
+        return model.with_fp8_inputs()
+    logger.info("FP8 weights are made dense, and inputs stay as they are: %s", reason)
+    return model

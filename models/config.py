@@ -72,6 +72,11 @@ class ModelConfig:
         scaling = self.rope_scaling.for_length(max_model_len or self.default_max_model_len)
         return replace(self, rope_scaling=scaling)
 
+    def with_fp8_inputs(self) -> "ModelConfig":
+        """The model as it is computed where inputs of FP8 layers are quantized, too."""
+        assert self.quantization is not None
+        return replace(self, quantization=self.quantization._replace(fp8_inputs=True))
+
 
 class _Family(NamedTuple):
     """What an architecture fixes and its config.json does not say."""

@@ -15,6 +15,7 @@ from pdkv.models.linear import Linear, linear_kind, make_linear, make_norm
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pdkv.models.passes import RMSNorm
+from pdkv.models.quantized_layers import Piece, QuantizedLayers
 from pdkv.models.rope import make_rope_table
 from pdkv.models.weight_files import WeightFiles
 
@@ -29,6 +30,7 @@ def load_decoder(
     parallel: TensorParallel = ALONE,
     weights: WeightFiles | None = None,
     linears: Literal["auto", "torch"] = "auto",
+    keep_quantized: bool | None = None,
 ) -> Decoder:
     """Load one rank's weights, which then are this process's own: no later change of a file reaches them.
 
@@ -36,6 +38,7 @@ def load_decoder(
         max_model_len: positions reach up to it.
         weights: the files of `path`, already open; None: they are opened here.
         linears: as in `linear_kind`.
+        keep_quantized: 4-bit weights stay as the checkpoint has them where a kernel reads them; None: on CUDA.
 
     Raises:
         ModelError: a weight file or tensor is missing, broken, of an unexpected shape or changed while it was read.
@@ -52,14 +55,17 @@ def load_decoder(
                 parallel=parallel,
                 weights=opened,
                 linears=linears,
+                keep_quantized=keep_quantized,
             )
     with Checkpoint(weights) as checkpoint:
         source: TensorSource = checkpoint
+        kept: QuantizedLayers | None = None
         if config.quantization is not None:
-            source = DequantizedCheckpoint(checkpoint, config.quantization)
-        decoder = build_decoder(
-            source, config, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel, linears=linears
-        )
+            source = dequantized = DequantizedCheckpoint(checkpoint, config.quantization, device)
+            on_cuda = device.type == "cuda"
+            if config.quantization.fp8_inputs or (on_cuda if keep_quantized is None else keep_quantized):
+                kept = QuantizedLayers(dequantized, config.quantization, dtype)
+        decoder = _Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
     weights.check_unchanged()
     return decoder
 
@@ -99,12 +105,15 @@ class _Loader:
         device: torch.device,
         parallel: TensorParallel,
         linears: Literal["auto", "torch"],
+        kept: QuantizedLayers | None = None,
     ) -> None:
+        """`kept`: makes layers of weights that stay quantized."""
         self.source = source
         self.config = config
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
+        self.kept = kept
         self.kind = linear_kind(dtype, device, linears)
         shard = parallel.shard
         self.heads = shard.part(config.num_heads, "attention heads")
@@ -211,12 +220,17 @@ class _Loader:
         `fused_name` names the one tensor that holds all parts, in this order, in checkpoints that have them fused.
         """
         hidden = self.config.hidden_size
+        biases = [self._tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
+        own_bias = torch.cat(biases) if biases else None
+        pieces = _pieces_of(fused_name, parts) if self.config.fused_weights else [Piece(*part) for part in parts]
+        kept = self.kept.linear(pieces, hidden, slice(0, hidden), own_bias) if self.kept else None
+        if kept is not None:
+            return kept
         if self.config.fused_weights:
             assert not bias, "no family with fused weights has biases"
             return make_linear(self._rows_of(fused_name + ".weight", parts), None, self.kind)
         weights = [self._tensor(f"{name}.weight", (rows, hidden), self._part(mine)) for name, rows, mine in parts]
-        biases = [self._tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
-        return make_linear(torch.cat(weights), torch.cat(biases) if biases else None, self.kind)
+        return make_linear(torch.cat(weights), own_bias, self.kind)
 
     def _rows_of(self, name: str, parts: list[tuple[str, int, slice]]) -> torch.Tensor:
         """This rank's rows of each part of a fused tensor, in which the parts follow one another."""
@@ -232,13 +246,29 @@ class _Loader:
     def _by_columns(self, name: str, columns: int, mine: slice, *, bias: bool) -> Linear:
         """A projection back to the hidden size, divided by its input; ranks add their parts up."""
         hidden = self.config.hidden_size
-        part = self._part(slice(None), mine)
-        weight = self._tensor(f"{name}.weight", (hidden, columns), part, keep=self.kind == "plain").contiguous()
         has_bias = bias and self.parallel.shard.rank == 0
         own_bias = self._tensor(f"{name}.bias", (hidden,), keep=True) if has_bias else None
-        linear = make_linear(weight, own_bias, self.kind)
+        linear = None
+        if self.kept is not None:
+            linear = self.kept.linear([Piece(name, hidden, slice(0, hidden))], columns, mine, own_bias)
+        if linear is None:
+            part = self._part(slice(None), mine)
+            weight = self._tensor(f"{name}.weight", (hidden, columns), part, keep=self.kind == "plain").contiguous()
+            linear = make_linear(weight, own_bias, self.kind)
         return linear if self.parallel.shard.size == 1 else RowParallelLinear(linear, self.parallel)
 
     def _part(self, *index: slice) -> tuple[slice, ...]:
         """What to read of a tensor: all of it where there is one rank."""
         return () if self.parallel.shard.size == 1 else index
+
+
+def _pieces_of(fused_name: str, parts: list[tuple[str, int, slice]]) -> list[Piece]:
+    """The same parts as rows of the one layer that holds them all; one piece where all rows are wanted."""
+    rows = sum(each for _, each, _ in parts)
+    if all(mine == slice(0, each) for _, each, mine in parts):
+        return [Piece(fused_name, rows, slice(0, rows))]
+    pieces, begin = [], 0
+    for _, each, mine in parts:
+        pieces.append(Piece(fused_name, rows, slice(begin + mine.start, begin + mine.stop)))
+        begin += each
+    return pieces

@@ -9,6 +9,9 @@ from pdkv.limits import clip
 
 Method = Literal["scaled", "packed", "gptq", "awq"]
 
+InputScheme = Literal["static", "dynamic"]
+"""Scales of FP8 inputs: X.input_scale of the checkpoint, or one of each token."""
+
 
 class Quantization(NamedTuple):
     """What tells quantized numbers from weights; which layers have them is told by their tensors' names.
@@ -26,6 +29,8 @@ class Quantization(NamedTuple):
     bits: int = 8
     block: tuple[int, int] | None = None  # of "scaled"
     zero_offset: int = 0  # of "gptq": what a stored zero point lacks
+    input_scheme: InputScheme | None = None  # of FP8, as the checkpoint has it; None: inputs are not quantized
+    fp8_inputs: bool = False  # inputs are quantized as the scheme says: KV is other KV than with dense weights
 
 
 def read_quantization(path: Path, config: object) -> Quantization:
@@ -48,7 +53,9 @@ def _unsupported(path: Path, field: str, value: object, known: str) -> ModelErro
 
 
 def _read_fp8(path: Path, config: Mapping[str, Any]) -> Quantization:
-    return Quantization("scaled", block=_block(path, "weight_block_size", config.get("weight_block_size")))
+    block = _block(path, "weight_block_size", config.get("weight_block_size"))
+    scheme = _one_of(path, config, "activation_scheme", ("static", "dynamic"), "dynamic")
+    return Quantization("scaled", block=block, input_scheme=scheme)
 
 
 def _read_gptq(path: Path, config: Mapping[str, Any]) -> Quantization:
@@ -69,23 +76,36 @@ def _read_compressed(path: Path, config: Mapping[str, Any]) -> Quantization:
     found = [_read_group(path, f"config_groups.{name}", group) for name, group in named]
     if not found or any(group != found[0] for group in found):
         raise _unsupported(path, "config_groups", groups, "groups that are all alike")
-    (kind, bits, symmetric, block), is_packed = found[0], config.get("format") == "pack-quantized"
+    (kind, bits, symmetric, block, scheme), is_packed = found[0], config.get("format") == "pack-quantized"
     if is_packed and kind == "int" and bits in (4, 8) and symmetric:
         return Quantization("packed", bits=bits)
     if not is_packed and bits == 8 and symmetric and kind in ("float", "int"):
         _one_of(path, config, "format", ("float-quantized", "int-quantized", "naive-quantized"))
-        return Quantization("scaled", block=block)
+        return Quantization("scaled", block=block, input_scheme=scheme)
     known = "symmetric weights: 4 or 8 bits in the format pack-quantized, else 8"
     raise _unsupported(path, "config_groups", groups, known)
 
 
-def _read_group(path: Path, field: str, group: object) -> tuple[object, object, bool, tuple[int, int] | None]:
-    """(type, bits, whether symmetric, block) of a group's weights."""
+class _Group(NamedTuple):
+    """How compressed-tensors quantizes some layers."""
+
+    kind: object
+    bits: object
+    symmetric: bool
+    block: tuple[int, int] | None
+    input_scheme: InputScheme | None
+
+
+def _read_group(path: Path, field: str, group: object) -> _Group:
     weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
+    if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
         raise _unsupported(path, field, group, "an object with weights")
     block = _block(path, f"{field}.weights.block_structure", weights.get("block_structure"))
-    return weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True) is True, block
+    kind, inputs = weights.get("type", "int"), group.get("input_activations")
+    scheme: InputScheme | None = None
+    if kind == "float" and isinstance(inputs, Mapping) and (inputs.get("type"), inputs.get("num_bits")) == ("float", 8):
+        scheme = "dynamic" if inputs.get("dynamic") else "static"
+    return _Group(kind, weights.get("num_bits"), weights.get("symmetric", True) is True, block, scheme)
 
 
 def _block(path: Path, field: str, value: object) -> tuple[int, int] | None:

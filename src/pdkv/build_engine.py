@@ -21,6 +21,7 @@ from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.registry import choose_connector, make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.drafts import Proposer
+from pdkv.engine.dtype import resolve_fp8
 from pdkv.engine.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
 from pdkv.engine.ranks.executor import MultiProcessExecutor, OtherRanks
 from pdkv.engine.ranks.follower import FirstRank
@@ -83,7 +84,7 @@ class _Plan(NamedTuple):
         proposer: Proposer | None,
     ) -> "_Plan":
         """Raises ConfigError: a model directory that is missing, broken or not supported, an unknown processor."""
-        model = load_model_config(config.model, config.max_model_len)
+        model = resolve_fp8(config, load_model_config(config.model, config.max_model_len), resolve_device(config))
         limits = _limits(config, handoff or HandoffConfig(), proposer)
         info = ModelInfo(model.vocab_size, tuple(model.eos_token_ids), config.model)
         processors = ProcessorSet.load(config.processor_names, info)

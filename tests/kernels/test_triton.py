@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
-@pytest.mark.parametrize("cases", ["cases_triton.py", "cases_draw.py"])
+@pytest.mark.parametrize("cases", ["cases_triton.py", "cases_draw.py", "cases_linear.py"])
 @pytest.mark.parametrize("where", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_kernels_equal_their_references(where: str, cases: str) -> None:
     if where == "cuda" and not torch.cuda.is_available():
@@ -49,6 +49,7 @@ def compile_for_gpu(
     constants: dict[str, Any],
     *,
     num_warps: int = 4,
+    num_stages: int = 3,
     aligned: Collection[str] = (),
     fuses: bool = True,
 ) -> Any:
@@ -65,9 +66,8 @@ def compile_for_gpu(
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(kernel.params) if p.name in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fuses, "num_warps": num_warps}
-    )
+    options = {"enable_fp_fusion": fuses, "num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,45 @@ def test_the_draw_compiles_for_a_gpu_as_it_is_written(
         assert struct.pack(">d", constant).hex() in code["weigh"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "group_size", "rows", "num_stages"), [("bf16", 128, 16, 3), ("fp16", 32, 32, 3), ("bf16", 128, 64, 2)]
+)
+def test_4_bit_layers_compile_for_a_gpu(
+    dtype: str, group_size: int, rows: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For tensor cores, the weight in registers; room for two programs and more on a processor."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels.linear_int4_triton import _TILE_OUTPUTS, _combine_kernel, _linear_int4_kernel, _unpack_kernel
+
+    types = dict.fromkeys(("x", "bias", "residual", "scales", "out"), f"*{dtype}") | {"words": "*i32", "zeros": "*u8"}
+    weight = {"GROUP_SIZE": group_size, "HAS_ZEROS": True, "TILE_OUTPUTS": _TILE_OUTPUTS}
+    added = {"HAS_BIAS": True, "HAS_RESIDUAL": True}
+    aligned = ("x", "words", "scales", "zeros", "out", "num_outputs", "num_inputs", "stride_x")
+    compiled = compile_for_gpu(
+        _linear_int4_kernel, types, weight | added | {"TILE_ROWS": rows}, num_stages=num_stages, aligned=aligned
+    )
+    assert compiled.asm["cubin"]
+    assert 2 * compiled.metadata.shared <= MAX_SHARED_BYTES
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert compile_for_gpu(_unpack_kernel, types, weight, aligned=aligned).asm["cubin"]
+    types["parts"] = "*fp32"
+    assert compile_for_gpu(_combine_kernel, types, added | {"OUTPUTS": 512}).asm["cubin"]
+
+
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_rows_in_fp8_compile_for_a_gpu(has_scale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels.quantize_fp8 import FP8_MAX, MIN_SCALE
+    from pdkv.kernels.quantize_fp8_triton import _quantize_rows_kernel
+
+    types = {"x": "*bf16", "scale": "*fp32", "numbers": "*fp8e4nv", "scales": "*fp32"}
+    constants = {"HAS_SCALE": has_scale, "FP8_MAX": FP8_MAX, "MIN_SCALE": MIN_SCALE, "BLOCK": 2048}
+    compiled = compile_for_gpu(_quantize_rows_kernel, types, constants, aligned=("x", "numbers", "stride_x"))
+    assert compiled.asm["cubin"]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+
+
 def test_kernels_import_without_triton() -> None:
-    modules = "pdkv.kernels.kv_copy, pdkv.kernels.paged_attention"
+    modules = "pdkv.kernels.kv_copy, pdkv.kernels.paged_attention, pdkv.kernels.linear_int4, pdkv.kernels.quantize_fp8"
     code = f"import sys; sys.modules['triton'] = None; import {modules}; assert 'triton.language' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

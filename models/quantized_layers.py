@@ -1,0 +1,160 @@
+"""Which linear layers of a quantized checkpoint keep their weights as they are, and those layers."""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pdkv.kernels.linear_int4 import fits, pack_int4
+from pdkv.models.dequantize import DequantizedCheckpoint
+from pdkv.models.linear import Linear
+from pdkv.models.quantization import Quantization
+from pdkv.models.quantized_linear import Fp8Linear, Int4Linear
+from pdkv.models.quantized_tensors import GroupedWeight, LayerTensors, read_input_scale, read_scales, read_weight
+
+logger = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """Outputs of one layer of the checkpoint; pieces with a common input become one layer of the model."""
+
+    name: str
+    rows: int  # all of the layer's
+    mine: slice  # of them, this rank's
+
+
+class _Stays(Exception):
+    """A layer's weight cannot be kept as it is, for this reason."""
+
+
+class QuantizedLayers:
+    """Makes layers that keep quantized weights."""
+
+    def __init__(self, source: DequantizedCheckpoint, quantization: Quantization, dtype: torch.dtype) -> None:
+        """`dtype` of the model's computation."""
+        self._source = source
+        self._quantization = quantization
+        self._dtype = dtype
+        self._told: set[str] = set()
+
+    def linear(self, pieces: Sequence[Piece], columns: int, mine: slice, bias: torch.Tensor | None) -> Linear | None:
+        """One layer of `pieces`, with this rank's columns `mine` of all `columns`.
+
+        Returns:
+            None if the layer is to be dense: the checkpoint has dense weights for it, or ones that no kernel here
+            reads, which is logged once for each reason.
+
+        Raises:
+            ModelError: a tensor is missing or does not fit.
+        """
+        found = [self._source.quantized(piece.name) for piece in pieces]
+        layers = [layer for layer in found if layer is not None]
+        if not layers:
+            return None
+        try:
+            if len(layers) < len(pieces):
+                raise _Stays("only a part of it is quantized")
+            if self._quantization.fp8_inputs:
+                return self._fp8(layers, pieces, columns, mine, bias)
+            return self._int4(layers, pieces, columns, mine, bias)
+        except _Stays as reason:
+            if str(reason) not in self._told:
+                self._told.add(str(reason))
+                logger.info("%s, and others like it, get dense weights: %s", pieces[0].name, reason)
+            return None
+
+    def _fp8(
+        self,
+        layers: Sequence[LayerTensors],
+        pieces: Sequence[Piece],
+        columns: int,
+        mine: slice,
+        bias: torch.Tensor | None,
+    ) -> Linear:
+        weights, scales, inputs = [], [], []
+        for layer, piece in zip(layers, pieces, strict=True):
+            weight = layer.get(".weight", (piece.rows, columns), (piece.mine, mine))
+            if weight.dtype != torch.float8_e4m3fn:
+                raise layer.error(f"weight must be torch.float8_e4m3fn, got {weight.dtype}")
+            weights.append(weight.view(torch.uint8))  # as which numbers can be put together on any device
+            scales.append(read_scales(layer, piece.rows).expand(piece.rows, 1)[piece.mine])
+            if self._quantization.input_scheme == "static":
+                inputs.append(read_input_scale(layer))
+        weight = torch.cat(weights).view(torch.float8_e4m3fn)
+        largest = torch.stack(inputs).amax() if inputs else None  # pieces have one input
+        return Fp8Linear(weight, torch.cat(scales), bias, largest)
+
+    def _int4(
+        self,
+        layers: Sequence[LayerTensors],
+        pieces: Sequence[Piece],
+        columns: int,
+        mine: slice,
+        bias: torch.Tensor | None,
+    ) -> Linear:
+        if self._quantization.method == "scaled" or self._quantization.bits != 4:
+            raise _Stays("there are kernels for 4-bit weights, and for FP8 where inputs are quantized")
+        if self._dtype not in (torch.bfloat16, torch.float16):
+            raise _Stays(f"4-bit weights are multiplied in bfloat16 and float16, and the model is of {self._dtype}")
+        parts = [
+            _in_order(self._grouped(layer, (piece.rows, columns)), piece.mine, mine)
+            for layer, piece in zip(layers, pieces, strict=True)
+        ]
+        first = parts[0]
+        if any(not first.is_like(other) for other in parts[1:]):
+            raise _Stays("the layers that are computed together have other groups")
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        weight = pack_int4(
+            torch.cat([part.numbers for part in parts]),
+            torch.cat([part.scales for part in parts], dim=1),
+            torch.cat(zeros, dim=1) if zeros else None,
+            first.group_size,
+        )
+        return Int4Linear(weight, bias, first.order)
+
+    def _grouped(self, layer: LayerTensors, shape: tuple[int, int]) -> GroupedWeight:
+        weight = read_weight(layer, self._quantization, shape)
+        assert isinstance(weight, GroupedWeight), self._quantization.method
+        return weight
+
+
+class _Part(NamedTuple):
+    """A rank's part of one layer, its columns in the order of their groups."""
+
+    numbers: torch.Tensor  # (rows, columns)
+    scales: torch.Tensor  # (groups, rows)
+    zeros: torch.Tensor | None
+    group_size: int
+    order: torch.Tensor | None  # (columns,), as of Int4Linear
+
+    def is_like(self, other: "_Part") -> bool:
+        """Whether rows of both can follow one another."""
+        kinds = [(part.group_size, part.scales.dtype, part.zeros is None) for part in (self, other)]
+        if kinds[0] != kinds[1] or self.order is None or other.order is None:
+            return kinds[0] == kinds[1] and self.order is other.order
+        return torch.equal(self.order, other.order)
+
+
+def _in_order(weight: GroupedWeight, rows: slice, columns: slice) -> _Part:
+    """Cut a rank's part out of a layer. Raises _Stays: its columns are no whole groups that the kernel reads."""
+    num_columns, num_groups = weight.numbers.shape[1], len(weight.scales)
+    size = -(-num_columns // num_groups)
+    regular = torch.arange(num_columns, device=weight.groups.device) // size
+    order = None
+    if not torch.equal(weight.groups, regular):
+        order = weight.groups.argsort(stable=True)
+        if not torch.equal(weight.groups[order], regular):
+            raise _Stays("its groups have unequal sizes")
+        if columns != slice(0, num_columns):
+            raise _Stays("its inputs are ordered by activation, and divided among ranks")
+    start, stop, _ = columns.indices(num_columns)
+    if num_groups > 1 and (start % size or (stop % size and stop != num_columns)):
+        raise _Stays(f"ranks divide its groups of {size} inputs")
+    if not fits(size, stop - start):
+        raise _Stays(f"the kernel does not read groups of {size} inputs")
+    numbers = weight.numbers[rows]
+    numbers = numbers[:, columns] if order is None else numbers[:, order]
+    groups = slice(start // size, -(-stop // size))
+    zeros = None if weight.zeros is None else weight.zeros[groups, rows]
+    return _Part(numbers, weight.scales[groups, rows], zeros, min(size, stop - start), order)
