@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdkv.kernels.linear_int4 import Int4Weight
+from pdkv.kernels.int4_weight import Int4Weight
 from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
 
 _ONE_GROUP = 1 << 30

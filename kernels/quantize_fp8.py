@@ -4,8 +4,7 @@ from typing import Final
 
 import torch
 
-FP8_MAX: Final = 448.0
-"""Of float8_e4m3fn."""
+from pdkv.kernels.kv_copy import FP8_MAX
 
 MIN_SCALE: Final = 1.0 / (FP8_MAX * 512.0)
 """Of a row: a row of zeros has one, too."""
@@ -28,7 +27,7 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Te
     if x.is_cuda:
         from pdkv.kernels.quantize_fp8_triton import quantize_rows_triton
 
-        return quantize_rows_triton(x, scale)
+        return quantize_rows_triton(x, scale, MIN_SCALE)
     return quantize_rows_reference(x, scale)
 
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdkv.kernels.quantize_fp8 import FP8_MAX, MIN_SCALE
+from pdkv.kernels.kv_copy import FP8_MAX
 from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
 
 _BLOCK = 2048  # numbers that a program looks at together
@@ -42,8 +42,10 @@ def _quantize_rows_kernel(
         tl.store(numbers + row * num_inputs + start + columns, value.to(numbers.dtype.element_ty), mask=mask)
 
 
-def quantize_rows_triton(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel; arguments as `quantize_rows` has checked them."""
+def quantize_rows_triton(
+    x: torch.Tensor, scale: torch.Tensor | None, min_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel; arguments as `quantize_rows` has checked them, and its MIN_SCALE."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
     numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -52,6 +54,6 @@ def quantize_rows_triton(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[t
         block = min(_BLOCK, triton.next_power_of_2(num_inputs))
         _quantize_rows_kernel[(num_rows,)](
             x, scale, numbers, scales, x.stride(0), num_inputs,
-            HAS_SCALE=scale is not None, FP8_MAX=FP8_MAX, MIN_SCALE=MIN_SCALE, BLOCK=block, **LAUNCH_OPTIONS,
+            HAS_SCALE=scale is not None, FP8_MAX=FP8_MAX, MIN_SCALE=min_scale, BLOCK=block, **LAUNCH_OPTIONS,
         )  # fmt: skip
     return numbers, scales

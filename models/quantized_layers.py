@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdkv.kernels.linear_int4 import fits, pack_int4
+from pdkv.kernels.int4_weight import fits, pack_int4
 from pdkv.models.dequantize import DequantizedCheckpoint
 from pdkv.models.linear import Linear
 from pdkv.models.quantization import Quantization

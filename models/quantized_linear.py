@@ -2,7 +2,8 @@
 
 import torch
 
-from pdkv.kernels.linear_int4 import Int4Weight, linear_int4
+from pdkv.kernels.int4_weight import Int4Weight
+from pdkv.kernels.linear_int4 import linear_int4
 from pdkv.kernels.quantize_fp8 import quantize_rows
 from pdkv.models.config import ModelConfig
 from pdkv.models.passes import RowPass

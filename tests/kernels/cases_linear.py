@@ -8,16 +8,11 @@ import torch
 from interpreted_floats import compute_as_gpus_do
 
 from pdkv.kernels import linear_int4_triton as module
-from pdkv.kernels.linear_int4 import (
-    CHUNK,
-    Int4Weight,
-    fits,
-    linear_int4,
-    pack_int4,
-    unpack_int4_reference,
-)
+from pdkv.kernels.int4_weight import CHUNK, Int4Weight, fits, pack_int4, unpack_int4_reference
+from pdkv.kernels.kv_copy import FP8_MAX
+from pdkv.kernels.linear_int4 import linear_int4
 from pdkv.kernels.linear_int4_triton import linear_int4_triton, unpack_int4_triton
-from pdkv.kernels.quantize_fp8 import FP8_MAX, quantize_rows_reference
+from pdkv.kernels.quantize_fp8 import MIN_SCALE, quantize_rows_reference
 from pdkv.kernels.quantize_fp8_triton import quantize_rows_triton
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -131,12 +126,12 @@ def test_rows_in_fp8(scale: float | None, inputs: int, dtype: torch.dtype, devic
     x = randn(6, inputs + 8, dtype=dtype, device=device)[:, :inputs]
     x[2], x[3, 7] = 0.0, 1e30
     given = None if scale is None else torch.tensor(scale, device=device)
-    numbers, scales = quantize_rows_triton(x, given)
+    numbers, scales = quantize_rows_triton(x, given, MIN_SCALE)
     for found, expected in zip((numbers, scales), quantize_rows_reference(x, given), strict=True):
         assert (found.dtype, found.is_contiguous()) == (expected.dtype, True)
         assert torch.equal(found.float(), expected.float())
     assert float(numbers[3].float().abs().max()) == FP8_MAX
     x[4, 0] = math.nan
-    back = torch.mul(*(each.float() for each in quantize_rows_triton(x, given)))
+    back = torch.mul(*(each.float() for each in quantize_rows_triton(x, given, MIN_SCALE)))
     assert back[4].isnan().any()
     assert back[[0, 1, 2, 3, 5]].isfinite().all()

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from pdkv.config import EngineConfig
 from pdkv.engine.dtype import resolve_fp8
 from pdkv.errors import ModelError
-from pdkv.kernels.linear_int4 import Int4Weight, unpack_int4
+from pdkv.kernels.int4_weight import Int4Weight
+from pdkv.kernels.linear_int4 import unpack_int4
 from pdkv.models import loader
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.decoder import Decoder
