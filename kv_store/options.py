@@ -11,7 +11,7 @@ class StoreOptions(Options):
     """Options of all stores; each store reads its own, see registry.py."""
 
     capacity: int | None = option(
-        None, "memory://, file://: most bytes kept (absent: 1 GiB in memory, no bound in files)", size=True
+        None, "memory://, host://, file://: most bytes kept (absent: 1 GiB in memory, no bound in files)", size=True
     )
     connect_timeout_s: float = seconds(2.0, "servers: deadline to connect")
     operation_timeout_s: float = seconds(10.0, "file://, servers: deadline of one call, whatever the size of its batch")

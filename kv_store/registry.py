@@ -60,9 +60,9 @@ class StorePlan(NamedTuple):
 def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
     """The store that a URL names; several URLs, separated by commas, make a TieredStore, fastest first.
 
-    memory://[name], file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS), unix:///socket (or
-    redis+unix://), lmcache://host:port, s3://bucket/prefix (gs://, az://). Options stand in `options`, for all URLs
-    that know them, or in a URL's query.
+    memory://[name], host:///directory, file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS),
+    unix:///socket (or redis+unix://), lmcache://host:port, s3://bucket/prefix (gs://, az://). Options stand in
+    `options`, for all URLs that know them, or in a URL's query.
 
     Raises:
         ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
@@ -108,9 +108,20 @@ def _open_memory(parts: SplitResult, options: StoreOptions) -> KVStore:
 def _open_file(parts: SplitResult, options: StoreOptions) -> KVStore:
     from pdkv.kv_store.file_store import FileStore
 
+    return FileStore(_path_of(parts), options)
+
+
+def _open_host(parts: SplitResult, options: StoreOptions) -> KVStore:
+    from pdkv.kv_store.host_store import HostStore
+
+    return HostStore(_path_of(parts), options)
+
+
+def _path_of(parts: SplitResult) -> str:
     if parts.netloc or not parts.path.strip("/"):
-        raise ConfigError(f"file://{parts.netloc}{parts.path}: an absolute path was expected: file:///directory")
-    return FileStore(unquote(parts.path), options)
+        found = f"{parts.scheme}://{parts.netloc}{parts.path}"
+        raise ConfigError(f"{found}: an absolute path was expected: {parts.scheme}:///directory")
+    return unquote(parts.path)
 
 
 def _open_redis(parts: SplitResult, options: StoreOptions) -> KVStore:
@@ -148,6 +159,7 @@ def _open_objects(parts: SplitResult, options: StoreOptions) -> KVStore:
 
 _SCHEMES: Mapping[str, _Scheme] = {
     "memory": _Scheme(_open_memory, frozenset({"capacity"})),
+    "host": _Scheme(_open_host, frozenset({"capacity"})),
     "file": _Scheme(_open_file, frozenset({"capacity", "operation_timeout_s"})),
     "redis": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"}),
     "rediss": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"} | _TLS_OPTIONS),

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.planning import Ids, as_ids
+from pdkv.host.fence import fence
 from pdkv.kernels.block_table import TableWriter, available
 
 KEY_BYTES = 16

@@ -12,10 +12,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from pdkv.connectors.arena.memory import PeerArena
-from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.planning import Bytes, Ids
 from pdkv.connectors.transfer.pool_copy import Pieces, copy_pieces
 from pdkv.errors import PeerGone, TransferError
+from pdkv.host.fence import fence
 from pdkv.host.process_memory import ProcessMemory
 
 WORD_BYTES = 8

@@ -18,12 +18,12 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.pull_worker import Landed, PullPiece
 from pdkv.connectors.shared_memory.worker import Scratch, SharedMemoryWorker
 from pdkv.connectors.transfer.digest import Tokens
-from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.lanes import Lane
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.units import COPY_TIMEOUT_S, UnitPart
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import ConfigError, TransferTimeout
+from pdkv.host.fence import fence
 from pdkv.kernels.streams import Event, Stream, streams_of
 
 if TYPE_CHECKING:

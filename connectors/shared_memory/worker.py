@@ -15,12 +15,12 @@ from pdkv.connectors.peer.pull_worker import Landed, PullPiece, PullWorker
 from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
-from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane, LaneConfig
 from pdkv.connectors.transfer.planning import Bytes, Ids
 from pdkv.connectors.transfer.pool_copy import COPY_BYTES, copy_pieces
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import ConfigError, KVNotFound
+from pdkv.host.fence import fence
 
 if TYPE_CHECKING:
     import torch

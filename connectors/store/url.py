@@ -16,7 +16,8 @@ class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
 
     url: str = option(
         help="redis://host:port/db, rediss://…, unix:///socket, lmcache://host:port, s3://bucket/prefix, gs://…, "
-        "az://…, file:///directory, memory://; several, separated by commas, are tiers, the fastest first",
+        "az://…, file:///directory, host:///directory, memory://; several, separated by commas, are tiers, the fastest "
+        "first",
         metavar="URL[,URL…]",
     )
 

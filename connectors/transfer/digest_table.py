@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.errors import KVNotFound
+from pdkv.host.fence import fence
 from pdkv.kernels.digest import Digests
 
 _COUNTS = 32

@@ -15,7 +15,7 @@ Open = Callable[..., KVStore]
 """open_(url, **options) -> store, closed at the end of the test."""
 
 SERVERS = ("redis", "redis_tcp", "redis_tls", "lmcache", "s3")
-KINDS = ("memory", "file", "tiers", *(pytest.param(name, marks=pytest.mark.processes) for name in SERVERS))
+KINDS = ("memory", "host", "file", "tiers", *(pytest.param(name, marks=pytest.mark.processes) for name in SERVERS))
 
 
 @pytest.fixture
@@ -68,6 +68,8 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     match request.param:
         case "memory":
             return f"memory://{tmp_path.name}"
+        case "host":
+            return f"host://{tmp_path}/segments?capacity=256MiB"
         case "file":
             return f"file://{tmp_path}/values"
         case "tiers":

@@ -50,7 +50,7 @@ def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> 
     [
         (
             "nope://x",
-            r"no store 'nope://x'; known: memory://, file://, redis://, rediss://, redis\+unix://, "
+            r"no store 'nope://x'; known: memory://, host://, file://, redis://, rediss://, redis\+unix://, "
             r"unix://, lmcache://, s3://, gs://, az://",
         ),
         ("/tmp/x", "no store '/tmp/x'; known: memory://"),

@@ -156,7 +156,7 @@ class Engine:
             engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="nixl", kind=first.connector.kind,
             content_addressed=False, orders=first.connector.orders(), model="m", layout=layout,
             hash_block_size=HASH_BLOCK_SIZE, num_blocks=first.num_blocks, max_model_len=1024, max_num_seqs=8, tp=tp,
-            rank_blobs=[rank.blob for rank in self.ranks], kv_checksum=arguments.get("kv_checksum", "on"),
+            rank_blobs=[rank.blob for rank in self.ranks],
         )  # fmt: skip
 
     @property

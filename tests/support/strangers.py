@@ -42,7 +42,7 @@ def opening(door: Listener) -> bytes:
             b"\x81\0\x97\xa5Hello\x01\xa3p2p\xc4\x20" + bytes(32) + b"\x93\xa1p\xa11\0\x93\xa1d\xa11\0\xcb" + bytes(8)
         )
     if name == "control.sock":
-        return b'{"type":"Scale","decode":1}'  # and no end of the line
+        return b'{"type":"Scale","prefill":0}'  # noise may bring the end of the line: then it is refused
     if name == "admin.sock":
         return (
             b"POST /admin/drain HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
@@ -60,7 +60,7 @@ def huge_lengths() -> Sequence[bytes]:
         b"\x02" + struct.pack(">Q", 255 << 20) + b"x" * 1000,  # a frame that may be so long, and never comes
         b"POST /admin/drain HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n{}",
         b"GET / HTTP/1.1\r\n" + b"x" * 200_000,
-        b'{"type":"Scale","decode":' + b"1" * 100_000,
+        b'{"type":"Scale","prefill":' + b"1" * 100_000,
     )
 
 

@@ -18,7 +18,7 @@ from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_connector"
-KINDS = ("memory", "file", "redis", "lmcache", "s3", "tiers", "shared_storage", "sqlite")
+KINDS = ("memory", "host", "file", "redis", "lmcache", "s3", "tiers", "shared_storage", "sqlite")
 NUM_TOKENS = 256
 NUM_VALUES = 4
 
@@ -45,6 +45,8 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             yield from opened(shared_storage(directory))
         case "memory":
             yield from opened(open_store(f"memory://{directory.name}"))
+        case "host":
+            yield from opened(open_store(f"host://{directory}/segments?capacity=256MiB"))
         case "file":
             yield from opened(open_store(f"file://{directory}/values"))
         case "tiers":

@@ -1,0 +1,229 @@
+"""A segment of host memory with values: one process writes it, others read it meanwhile without a lock.
+
+| bytes | |
+|---|---|
+| header, 4096 | magic, bytes of a page, number of pages |
+| entries, 64 each | one per value, as many as pages: `_ENTRY` |
+| chains | int32 per page: the value's next page; int32 per entry: the bucket's next one, plus 1 |
+| buckets | int32 each: the first entry, plus 1, of the keys whose lowest bits are its number |
+| pages | of the values, from a multiple of 4096 on; memory is taken when a page is first written |
+
+An entry's version is even while it holds a value, and odd, or 0, while it does not. A reader looks at it before and
+after it reads: if it has changed, what was read may be another value's, and is a miss. So a writer that dies leaves
+nothing half visible, and its successor goes on with every entry that is whole.
+
+The index is mapped; values are read and written by system calls, which fail where a mapping would end the process.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pdkv.errors import StoreUnavailable
+from pdkv.host.fence import fence
+from pdkv.kv_store.base import PART_BYTES, Buffer
+
+MAGIC: Final = b"pdkvHS01"
+PAGE_BYTES: Final = 64 << 10
+MIN_BYTES: Final = 1 << 20
+_HEADER = struct.Struct("<8sQQ")
+_HEADER_BYTES = 4096
+_MAX_STEPS = 256  # along a bucket, which a dying writer may have left in a circle
+_ENTRY = np.dtype(
+    [
+        ("version", "<u8"),
+        ("key", "<u8", 2),
+        ("size", "<u8"),
+        ("first_page", "<i8"),
+        ("stamp", "<u8"),  # of its last use: the order in which a successor finds values
+        ("check", "<u8"),  # over key, size and pages
+        ("unused", "<u8"),
+    ]
+)
+assert _ENTRY.itemsize == 64
+
+Key = tuple[int, int]
+"""128 bits made of a key."""
+
+
+def key_of(key: bytes) -> Key:
+    """What stands for a key; two with the same are taken for one, which whoever verifies values finds out."""
+    number = xxhash.xxh3_128_intdigest(key)
+    return number & 0xFFFFFFFFFFFFFFFF, number >> 64
+
+
+class Found(NamedTuple):
+    """A value where it lay a moment ago."""
+
+    entry: int
+    version: int
+    size: int
+    first_page: int
+
+
+class Segment:
+    """A mapped segment. Closing it while it is read is the caller's to avoid."""
+
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        """Takes the descriptor over.
+
+        Raises:
+            StoreUnavailable: it is no segment of this version, or is shorter than it says.
+            OSError: it cannot be mapped.
+        """
+        self.fd = fd
+        try:
+            self.num_pages = _read_header(fd)
+            shape = _Shape(self.num_pages)
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self._memory = mmap.mmap(fd, shape.pages_at, access=access)
+        except BaseException:
+            os.close(fd)
+            raise
+        view = memoryview(self._memory)
+        self.entries: npt.NDArray[Any] = np.frombuffer(view, _ENTRY, self.num_pages, shape.entries_at)
+        self.versions: npt.NDArray[np.uint64] = self.entries["version"]
+        self.next_page = np.frombuffer(view, np.int32, self.num_pages, shape.next_page_at)
+        self.next_entry = np.frombuffer(view, np.int32, self.num_pages, shape.next_entry_at)
+        self.buckets = np.frombuffer(view, np.int32, shape.num_buckets, shape.buckets_at)
+        self._pages_at = shape.pages_at
+
+    def bucket_of(self, key: Key) -> int:
+        """The bucket that a key's entry is in."""
+        return key[0] & (len(self.buckets) - 1)
+
+    def find(self, key: Key) -> Found | None:
+        """Where a key's value lies."""
+        number = int(self.buckets[self.bucket_of(key)])
+        for _ in range(_MAX_STEPS):
+            if not 0 < number <= self.num_pages:
+                return None
+            entry = number - 1
+            version = int(self.versions[entry])
+            fence()
+            fields = self.entries[entry]
+            if version and not version & 1 and (int(fields["key"][0]), int(fields["key"][1])) == key:
+                return Found(entry, version, int(fields["size"]), int(fields["first_page"]))
+            number = int(self.next_entry[entry])
+        return None
+
+    def is_there(self, found: Found) -> bool:
+        """Whether it still lies there: what was read before this call is the value."""
+        fence()
+        return int(self.versions[found.entry]) == found.version
+
+    def read(self, found: Found, out: Buffer, arrived: Callable[[int], None]) -> bool:
+        """Read a value of `len(out)` bytes; `arrived` is told how far it has come. False: it is not there any more."""
+        assert found.size == out.nbytes
+        stop = 0
+        for offset, size in self._runs(found):
+            for part in range(0, size, PART_BYTES):
+                stop_here = stop + min(PART_BYTES, size - part)
+                if not _read_all(self.fd, out[stop:stop_here], offset + part):
+                    return False
+                stop = stop_here
+                arrived(stop)
+        return stop == found.size and self.is_there(found)
+
+    def write(self, pages: list[int], value: Buffer) -> None:
+        """Fill pages with a value. Raises OSError where there is no memory."""
+        done = 0
+        for offset, size in _joined(pages, self._pages_at, value.nbytes):
+            while size:
+                written = os.pwrite(self.fd, value[done : done + size], offset)
+                done, offset, size = done + written, offset + written, size - written
+
+    def pages_of(self, found: Found) -> list[int] | None:
+        """A value's pages; None: they are none, since it is not there any more or its writer is damaged."""
+        pages, page = [], found.first_page
+        if found.size > self.num_pages * PAGE_BYTES:
+            return None
+        for _ in range(num_pages_for(found.size)):
+            if not 0 <= page < self.num_pages:
+                return None
+            pages.append(page)
+            page = int(self.next_page[page])
+        return pages
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)  # the mapping goes with its last view
+            self.fd = -1
+
+    def _runs(self, found: Found) -> Iterator[tuple[int, int]]:
+        yield from _joined(self.pages_of(found) or [], self._pages_at, found.size)
+
+
+class _Shape:
+    """Where things lie."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_buckets = 1 << max(num_pages - 1, 1).bit_length()
+        self.entries_at = _HEADER_BYTES
+        self.next_page_at = self.entries_at + num_pages * _ENTRY.itemsize
+        self.next_entry_at = self.next_page_at + 4 * num_pages
+        self.buckets_at = self.next_entry_at + 4 * num_pages
+        self.pages_at = -(-(self.buckets_at + 4 * self.num_buckets) // 4096) * 4096
+        self.num_bytes = self.pages_at + num_pages * PAGE_BYTES
+
+
+def num_pages_for(num_bytes: int) -> int:
+    """Pages of a value; an empty one has one, too."""
+    return max(-(-num_bytes // PAGE_BYTES), 1)
+
+
+def format_segment(fd: int, capacity: int) -> None:
+    """Make an empty file a segment for values of `capacity` bytes; its index takes memory at once, its pages do not.
+
+    Raises:
+        OSError: there is no memory for the index.
+    """
+    num_pages = capacity // PAGE_BYTES
+    shape = _Shape(num_pages)
+    os.ftruncate(fd, shape.num_bytes)
+    os.posix_fallocate(fd, 0, shape.pages_at)  # else a page that cannot be had is a SIGBUS later
+    os.pwrite(fd, _HEADER.pack(MAGIC, PAGE_BYTES, num_pages), 0)
+
+
+def check_of(key: Key, size: int, pages: list[int]) -> int:
+    """What an entry's `check` says of the rest of it."""
+    fields = np.array([*key, size, *pages], np.uint64)
+    return int(xxhash.xxh3_64_intdigest(fields.tobytes()))
+
+
+def _read_header(fd: int) -> int:
+    """The number of pages."""
+    data = os.pread(fd, _HEADER.size, 0)
+    magic, page_bytes, num_pages = _HEADER.unpack(data) if len(data) == _HEADER.size else (data, 0, 0)
+    if magic != MAGIC or page_bytes != PAGE_BYTES or not 0 < num_pages < 1 << 31:
+        raise StoreUnavailable(f"host memory: a segment begins with {MAGIC!r}, not with {data[:8]!r}")
+    if os.fstat(fd).st_size != _Shape(num_pages).num_bytes:
+        raise StoreUnavailable(f"host memory: a segment of {num_pages} pages has {os.fstat(fd).st_size} bytes")
+    return int(num_pages)
+
+
+def _joined(pages: list[int], pages_at: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of runs of pages that lie behind each other, as far as the value goes."""
+    start = 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1:
+            size = min((i - start) * PAGE_BYTES, num_bytes - start * PAGE_BYTES)
+            yield pages_at + pages[start] * PAGE_BYTES, size
+            start = i
+
+
+def _read_all(fd: int, out: Buffer, offset: int) -> bool:
+    done = 0
+    while done < len(out):
+        count = os.preadv(fd, [out[done:]], offset + done)
+        if not count:
+            return False
+        done += count
+    return True

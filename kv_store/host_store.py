@@ -1,0 +1,258 @@
+"""Values in memory of the host: each process writes a segment of its own, and reads those of all.
+
+Segments are named in a directory. A launch keeps them as memfds and names them there by their addresses; a directory
+without addresses gets a file for each process that opens it, and belongs on a tmpfs. Whoever opens the store writes the
+first segment that nobody else writes, with the values that are in it: so an engine that is started again finds its own.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from pdkv.errors import ConfigError, StoreUnavailable
+from pdkv.host.private_directory import PrivateDirectory
+from pdkv.host.process_info import process_start_time
+from pdkv.kv_store.base import Arrived, Buffer, TellingStore
+from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
+from pdkv.kv_store.host_writer import SegmentWriter
+from pdkv.kv_store.options import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CAPACITY = 1 << 30
+_MAX_SHUNNED = 4096
+_SEGMENT, _ADDRESS = ".segment", ".memfd"
+
+
+class SegmentAddress(msgspec.Struct, frozen=True):
+    """A memfd that another process holds open."""
+
+    pid: int
+    start_time: int  # of the process: tells a pid that is used again
+    fd: int
+    inode: int
+
+    def open(self, flags: int) -> int:
+        """A descriptor of it. Raises OSError where it is gone."""
+        if process_start_time(self.pid) != self.start_time:
+            raise FileNotFoundError(f"process {self.pid} is gone")
+        path = f"/proc/{self.pid}/fd/{self.fd}"
+        if not os.readlink(path).startswith("/memfd:"):  # never open what may be a pipe or a device
+            raise FileNotFoundError(f"{path} is no memfd")
+        fd = os.open(path, flags | os.O_CLOEXEC)
+        if os.fstat(fd).st_ino != self.inode:
+            os.close(fd)
+            raise FileNotFoundError(f"{path} is another file")
+        return fd
+
+
+def write_address(directory: Path, name: str, address: SegmentAddress) -> None:
+    """Name a memfd in a directory of segments."""
+    temporary = directory / f".{name}"
+    temporary.write_bytes(msgspec.json.encode(address))
+    temporary.rename(directory / f"{name}{_ADDRESS}")
+
+
+class HostStore(TellingStore):
+    """Least recently used values of its own segment make room. Those of other segments are read and never changed."""
+
+    medium: ClassVar[str] = "memory"
+    own: SegmentWriter | None
+    """What this process writes; None: all segments are other processes'."""
+
+    def __init__(self, directory: str | Path, options: StoreOptions | None = None) -> None:
+        """`capacity` is that of a segment that is made here.
+
+        Raises:
+            ConfigError: the directory is not only this user's, or there is no memory for a segment's index.
+        """
+        capacity = (options or StoreOptions()).capacity or DEFAULT_CAPACITY
+        if capacity < MIN_BYTES:
+            raise ConfigError(f"host://{directory}: capacity is at least {MIN_BYTES} bytes, got {capacity}")
+        self._directory = PrivateDirectory(directory, "host memory")
+        self._where = f"host memory {self._directory.path}"
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._closed = False
+        self._others: dict[str, Segment] = {}
+        self._refused: set[str] = set()
+        self._looked_at = -1  # the directory's time of modification then
+        self._shunned: OrderedDict[tuple[str, int, int], None] = OrderedDict()  # deleted, but not ours to delete
+        try:
+            self._own_name, self.own = self._take_segment(capacity)
+        except BaseException as error:
+            self._directory.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"{self._where}: {error.strerror}") from None
+            raise
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._call():
+            return [self._find(key_of(key)) is not None for key in keys]
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
+        with self._call():
+            return [
+                self._read(key_of(key), buffer, partial(arrived, index))
+                for index, (key, buffer) in enumerate(zip(keys, out, strict=True))
+            ]
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        with self._call():
+            for key, value in reversed(items):
+                number = key_of(key)
+                if self.own is None:
+                    raise StoreUnavailable(f"{self._where}: all segments are other processes'")
+                if number in self.own or self._find_elsewhere(number) is None:
+                    self.own.put(number, value)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self._call():
+            for number in map(key_of, keys):
+                if self.own is not None:
+                    self.own.remove(number)
+                while (elsewhere := self._find_elsewhere(number)) is not None:
+                    self._shun(elsewhere[0], elsewhere[2])
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            is_unused = not self._num_calls
+        if is_unused:
+            self._release()
+
+    # --- one key ----------------------------------------------------------------------------------------------------
+
+    def _find(self, key: Key) -> tuple[Segment, Found] | None:
+        if self.own is not None and (found := self.own.find(key)) is not None:
+            return self.own.segment, found
+        elsewhere = self._find_elsewhere(key)
+        return None if elsewhere is None else elsewhere[1:]
+
+    def _find_elsewhere(self, key: Key) -> tuple[str, Segment, Found] | None:
+        for name, segment in self._others.items():
+            found = segment.find(key)
+            if found is not None and (name, found.entry, found.version) not in self._shunned:
+                return name, segment, found
+        return None
+
+    def _read(self, key: Key, out: Buffer, arrived: partial[None]) -> bool:
+        place = self._find(key)
+        return place is not None and place[1].size == out.nbytes and place[0].read(place[1], out, arrived)
+
+    def _shun(self, name: str, found: Found) -> None:
+        with self._lock:
+            self._shunned[name, found.entry, found.version] = None
+            if len(self._shunned) > _MAX_SHUNNED:
+                self._shunned.popitem(last=False)
+
+    # --- segments ---------------------------------------------------------------------------------------------------
+
+    def _take_segment(self, capacity: int) -> tuple[str, SegmentWriter | None]:
+        """The first one that nobody writes; where a directory has no launch's, a new one."""
+        names = self._names()
+        for name in names:
+            segment = self._open(name, os.O_RDWR)
+            if segment is not None and _lock(segment.fd):
+                return name, SegmentWriter(segment)
+            if segment is not None:
+                segment.close()
+        if any(name.endswith(_ADDRESS) for name in names):
+            logger.warning("%s: all segments are other processes': this one reads them, and writes none", self._where)
+            return "", None
+        return self._make_segment(len(names), capacity)
+
+    def _make_segment(self, number: int, capacity: int) -> tuple[str, SegmentWriter]:
+        name = f"{number}-{secrets.token_hex(4)}{_SEGMENT}"
+        temporary = f".{name}"
+        try:
+            os.close(self._directory.create(temporary))
+            fd = self._directory.open(temporary, os.O_RDWR)
+            assert fd is not None
+            format_segment(fd, capacity)
+            segment = Segment(fd, writable=True)
+            _lock(fd)  # before anybody finds it
+            self._directory.rename(temporary, name)
+        except BaseException:
+            self._directory.remove(temporary)
+            raise
+        return name, SegmentWriter(segment)
+
+    def _open(self, name: str, flags: int) -> Segment | None:
+        """None: it is gone, or none, which is said once."""
+        if name in self._refused:
+            return None
+        try:
+            fd = self._directory.open(name, os.O_RDONLY if name.endswith(_ADDRESS) else flags)
+            if fd is not None and name.endswith(_ADDRESS):
+                with os.fdopen(fd, "rb") as file:
+                    fd = msgspec.json.decode(file.read(), type=SegmentAddress).open(flags)
+            return None if fd is None else Segment(fd, writable=flags == os.O_RDWR)
+        except (OSError, StoreUnavailable, msgspec.MsgspecError) as error:
+            self._refused.add(name)
+            logger.warning("%s: %s: %s", self._where, name, error)
+            return None
+
+    def _names(self) -> list[str]:
+        with self._directory.entries() as entries:
+            return sorted(e.name for e in entries if e.name[0] != "." and e.name.endswith((_SEGMENT, _ADDRESS)))
+
+    def _look_around(self) -> None:
+        """See which segments are there, if the directory has changed."""
+        changed_at = os.fstat(self._directory.fd).st_mtime_ns
+        if changed_at == self._looked_at:
+            return
+        self._looked_at = changed_at
+        for name in self._names():
+            if name != self._own_name and name not in self._others:
+                segment = self._open(name, os.O_RDONLY)
+                if segment is not None:
+                    self._others = {**self._others, name: segment}
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable(f"{self._where} is closed")
+            self._num_calls += 1
+            self._look_around()
+        try:
+            yield
+        except OSError as error:
+            raise StoreUnavailable(f"{self._where}: {error.strerror}") from error
+        finally:
+            self._end_call()
+
+    def _end_call(self) -> None:
+        with self._lock:
+            self._num_calls -= 1
+            is_unused = self._closed and not self._num_calls
+        if is_unused:
+            self._release()
+
+    def _release(self) -> None:
+        for segment in self._others.values():
+            segment.close()
+        if self.own is not None and self.own.segment.fd >= 0:
+            fcntl.flock(self.own.segment.fd, fcntl.LOCK_UN)  # the mapping, which may live on, has a descriptor, too
+            self.own.segment.close()
+        self._directory.close()
+
+
+def _lock(fd: int) -> bool:
+    """Whether this process writes the segment from now on, until it closes `fd`."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

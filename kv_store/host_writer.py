@@ -1,0 +1,174 @@
+"""The one writer of a segment: what it holds, in which order it goes, and which pages are free."""
+
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+
+from pdkv.errors import StoreFull
+from pdkv.host.fence import fence
+from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.host_segment import PAGE_BYTES, Found, Key, Segment, check_of, num_pages_for
+
+
+class _Held(NamedTuple):
+    """A value of this segment."""
+
+    entry: int
+    pages: list[int]
+
+
+class SegmentWriter:
+    """Threads may share it; the segment is no other process's to write."""
+
+    def __init__(self, segment: Segment) -> None:
+        """Go on with what is whole in the segment; the rest of it is free."""
+        self.segment = segment
+        self.num_evicted = 0
+        self._lock = threading.Lock()
+        self._held: OrderedDict[Key, _Held] = OrderedDict()  # least recently used first
+        self._free_pages: list[int] = []
+        self._free_entries: list[int] = []
+        self._stamp = 0
+        self._adopt()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._held
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no value has."""
+        return len(self._free_pages)
+
+    def find(self, key: Key) -> Found | None:
+        """Where a value lies; it is the most recently used one now."""
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                return None
+            self._use(key, held)
+            fields = self.segment.entries[held.entry]
+            return Found(held.entry, int(fields["version"]), int(fields["size"]), held.pages[0])
+
+    def put(self, key: Key, value: Buffer) -> None:
+        """Add a value, at the cost of the least recently used ones; one that is there is left as it is.
+
+        Raises:
+            StoreFull: it is larger than the segment, or there is no memory.
+        """
+        num_pages = num_pages_for(value.nbytes)
+        with self._lock:
+            if (held := self._held.get(key)) is not None:
+                self._use(key, held)
+                return
+            if num_pages > self.segment.num_pages:
+                raise StoreFull(f"host memory: {value.nbytes} bytes do not fit into {self._num_bytes}")
+            while len(self._free_pages) < num_pages or not self._free_entries:
+                if not self._held:
+                    raise StoreFull("host memory: all of it is being written")
+                self._remove(next(iter(self._held)))
+                self.num_evicted += 1
+            pages = [self._free_pages.pop() for _ in range(num_pages)]
+            entry = self._free_entries.pop()
+        try:
+            self.segment.write(pages, value)
+        except OSError as error:
+            self._give_back(entry, pages)
+            raise StoreFull(f"host memory: {error.strerror}") from None
+        with self._lock:
+            if key in self._held:  # another thread was faster
+                self._free(entry, pages)
+            else:
+                self._publish(key, _Held(entry, pages), value.nbytes)
+
+    def remove(self, key: Key) -> None:
+        """Drop a value, if it is there."""
+        with self._lock:
+            if key in self._held:
+                self._remove(key)
+
+    @property
+    def _num_bytes(self) -> int:
+        return self.segment.num_pages * PAGE_BYTES
+
+    # --- with the lock held -----------------------------------------------------------------------------------------
+
+    def _use(self, key: Key, held: _Held) -> None:
+        self._held.move_to_end(key)
+        self._stamp += 1
+        self.segment.entries["stamp"][held.entry] = self._stamp
+
+    def _publish(self, key: Key, held: _Held, size: int) -> None:
+        segment, entry, pages = self.segment, held.entry, held.pages
+        segment.next_page[pages[:-1]] = pages[1:]
+        fields = segment.entries[entry]
+        fields["key"] = key
+        fields["size"], fields["first_page"], fields["check"] = size, pages[0], check_of(key, size, pages)
+        fence()
+        segment.versions[entry] = (int(segment.versions[entry]) | 1) + 1
+        self._link(key, entry)
+        self._held[key] = held
+        self._use(key, held)
+
+    def _link(self, key: Key, entry: int) -> None:
+        bucket = self.segment.bucket_of(key)
+        self.segment.next_entry[entry] = self.segment.buckets[bucket]
+        fence()
+        self.segment.buckets[bucket] = entry + 1
+
+    def _remove(self, key: Key) -> None:
+        """Nobody finds it any more, and whoever reads it sees that; then its pages are free."""
+        segment, held = self.segment, self._held.pop(key)
+        segment.versions[held.entry] += np.uint64(1)
+        fence()
+        self._unlink(key, held.entry)
+        self._free(held.entry, held.pages)
+
+    def _unlink(self, key: Key, entry: int) -> None:
+        links, place = self.segment.buckets, self.segment.bucket_of(key)
+        for _ in range(self.segment.num_pages):
+            if links[place] == entry + 1:
+                links[place] = self.segment.next_entry[entry]
+                return
+            links, place = self.segment.next_entry, int(links[place]) - 1
+
+    def _free(self, entry: int, pages: list[int]) -> None:
+        self._free_entries.append(entry)
+        self._free_pages += reversed(pages)
+
+    def _give_back(self, entry: int, pages: list[int]) -> None:
+        with self._lock:
+            self._free(entry, pages)
+
+    # --- at the start -----------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        segment = self.segment
+        versions = segment.versions
+        candidates = np.flatnonzero((versions > 0) & (versions % 2 == 0))
+        newest_first = candidates[np.argsort(segment.entries["stamp"][candidates])[::-1]]
+        segment.buckets[:] = 0
+        is_free = np.ones(segment.num_pages, np.bool_)
+        kept: dict[Key, _Held] = {}
+        for entry in newest_first.tolist():
+            fields = segment.entries[entry]
+            key, size = (int(fields["key"][0]), int(fields["key"][1])), int(fields["size"])
+            pages = segment.pages_of(Found(entry, 0, size, int(fields["first_page"])))
+            if pages is None or key in kept or not is_free[pages].all() or len(set(pages)) < len(pages):
+                pages = None
+            if pages is None or check_of(key, size, pages) != int(fields["check"]):
+                versions[entry] |= np.uint64(1)
+                continue
+            is_free[pages] = False
+            kept[key] = _Held(entry, pages)
+        used = {held.entry for held in kept.values()}
+        self._free_entries = [entry for entry in range(segment.num_pages) if entry not in used]
+        self._free_pages = np.flatnonzero(is_free)[::-1].tolist()
+        for key, held in reversed(kept.items()):
+            self._link(key, held.entry)
+            self._held[key] = held
+            self._use(key, held)

@@ -1,0 +1,295 @@
+"""Segments of host memory: who writes which, what a successor finds, and what readers see of a writer at work."""
+
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
+from pdkv.host.process_info import process_start_time
+from pdkv.kv_store.host_segment import PAGE_BYTES, Segment, format_segment, key_of
+from pdkv.kv_store.host_store import HostStore, SegmentAddress, write_address
+from pdkv.kv_store.host_writer import SegmentWriter
+from pdkv.kv_store.options import StoreOptions
+
+CAPACITY = 2 << 20
+SIZE = 3 * PAGE_BYTES - 100
+_WAIT_S = 20
+
+Open = Callable[[], HostStore]
+
+# Puts values, says each number when its value is there, and stays.
+WRITER = """
+import sys
+from pdkv.kv_store.registry import open_store
+store = open_store(sys.argv[1])
+print("open", flush=True)
+for number in range(int(sys.argv[2])):
+    value = number.to_bytes(4, "little") * 40_000
+    store.put([(b"key%d" % number, memoryview(value))])
+    print(number, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "segments"
+
+
+@pytest.fixture(name="open_")
+def opener(directory: Path) -> Iterator[Open]:
+    stores: list[HostStore] = []
+
+    def open_() -> HostStore:
+        stores.append(HostStore(directory, StoreOptions(capacity=CAPACITY)))
+        return stores[-1]
+
+    yield open_
+    for store in stores:
+        store.close()
+
+
+def start_writer(url: str, num_values: int) -> "subprocess.Popen[str]":
+    """A process with a store of its own."""
+    command = [sys.executable, "-P", "-c", WRITER, url, str(num_values)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "open\n"
+    return writer
+
+
+def value(number: int, size: int = SIZE) -> memoryview:
+    return memoryview(random.Random(number).randbytes(size))
+
+
+def key(number: int) -> bytes:
+    return b"key%d" % number
+
+
+def put(store: HostStore, *numbers: int) -> None:
+    store.put([(key(number), value(number)) for number in numbers])
+
+
+def has(store: HostStore, *numbers: int) -> list[bool]:
+    """Which values are there; those that are must be right."""
+    out = [memoryview(bytearray(SIZE)) for _ in numbers]
+    found = store.get([key(number) for number in numbers], out)
+    assert all(out[i] == value(number) for i, number in enumerate(numbers) if found[i])
+    assert store.contains([key(number) for number in numbers]) == found
+    return found
+
+
+def own(store: HostStore) -> SegmentWriter:
+    assert store.own is not None
+    return store.own
+
+
+def test_each_writes_a_segment_of_its_own_and_reads_all(open_: Open, directory: Path) -> None:
+    first, second = open_(), open_()
+    put(first, 1)
+    put(second, 2)
+    assert has(first, 1, 2) == has(second, 1, 2) == [True, True]
+    assert [len(own(store)) for store in (first, second)] == [1, 1]
+    put(second, 1)  # there already
+    assert len(own(second)) == 1
+    assert len(list(directory.iterdir())) == 2
+
+
+def test_the_least_recently_used_go_first_and_the_end_of_a_batch_before_its_beginning(open_: Open) -> None:
+    store = open_()
+    room = own(store).segment.num_pages // 3
+    put(store, *range(room))
+    assert has(store, 0) == [True]
+    put(store, 1000)
+    assert has(store, 0, room - 1, room - 2, 1000) == [True, False, True, True]
+    assert own(store).num_evicted == 1
+
+
+def test_what_is_larger_than_a_segment_does_not_fit_and_takes_nothing(open_: Open) -> None:
+    store = open_()
+    put(store, 1)
+    with pytest.raises(StoreFull, match="do not fit"):
+        store.put([(b"large", memoryview(bytes(CAPACITY + 1)))])
+    assert has(store, 1) == [True]
+
+
+def test_a_successor_goes_on_with_the_values_and_their_order(open_: Open, directory: Path) -> None:
+    store = open_()
+    room = own(store).segment.num_pages // 3
+    put(store, *range(room))
+    has(store, room - 1)
+    store.close()
+    again = open_()
+    assert len(list(directory.iterdir())) == 1
+    assert len(own(again)) == room
+    put(again, 1000)
+    assert has(again, room - 1, room - 2, 0, 1000) == [True, False, True, True]
+    assert sum(has(again, *range(room))) == room - 1
+
+
+def test_a_killed_writer_leaves_whole_values_and_nothing_else(open_: Open, directory: Path) -> None:
+    """F10."""
+    url = f"host://{directory}?capacity={CAPACITY}"
+    for _ in range(3):
+        writer = start_writer(url, 10**9)
+        assert writer.stdout is not None
+        reader = open_()
+        for _ in range(200):
+            last = int(writer.stdout.readline())
+        writer.kill()
+        last = max([last, *map(int, writer.stdout.read().split())])
+        writer.communicate(timeout=_WAIT_S)
+        reader.close()
+        store = open_()
+        kept = [number for number in range(last + 3) if _is_whole(store, number)]
+        assert last in kept
+        assert len(kept) >= 9
+        store.close()
+
+
+def _is_whole(store: HostStore, number: int) -> bool:
+    """Whether the writer's value is there, and then whether it is right."""
+    out = memoryview(bytearray(160_000))
+    found = store.get([key(number)], [out])[0]
+    assert not found or out == number.to_bytes(4, "little") * 40_000
+    return found
+
+
+def test_a_value_that_goes_while_it_is_read_is_a_miss(open_: Open) -> None:
+    writer, reader = open_(), open_()
+    put(writer, 1)
+    size = own(writer).segment.num_pages * PAGE_BYTES
+
+    def overwrite(index: int, stop: int) -> None:
+        if not overwritten:
+            overwritten.append(stop)
+            writer.put([(b"all", memoryview(b"\xff" * size))])
+
+    overwritten: list[int] = []
+    assert reader.read([key(1)], [memoryview(bytearray(SIZE))], overwrite) == [False]
+    assert overwritten
+
+
+def test_another_ones_value_that_was_deleted_is_not_found_until_it_is_new(open_: Open) -> None:
+    writer, reader = open_(), open_()
+    put(writer, 1, 2)
+    reader.delete([key(1)])
+    assert has(reader, 1, 2) == [False, True]
+    assert has(writer, 1) == [True]
+    put(reader, 1)
+    assert has(reader, 1) == [True]
+    writer.delete([key(2)])
+    put(writer, 2)
+    assert has(reader, 2) == [True]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_damaged_index_costs_values_and_nothing_else(open_: Open, directory: Path, seed: int) -> None:
+    store = open_()
+    put(store, *range(8))
+    store.close()
+    rng = random.Random(seed)
+    (path,) = directory.iterdir()
+    index_bytes = path.stat().st_size - CAPACITY
+    with path.open("r+b") as file:
+        for _ in range(40):
+            file.seek(rng.randrange(4096, index_bytes - 64))
+            file.write(rng.randbytes(rng.choice([1, 8, 64])))
+    bystander, successor = Segment(os.open(path, os.O_RDONLY), writable=False), open_()
+    for number in range(8):
+        bystander.find(key_of(key(number)))
+    has(successor, *range(8))
+    put(successor, *range(100, 130))
+    assert has(successor, 100) == [True]
+    writer = own(successor)
+    held = sum(len(value.pages) for value in writer._held.values())
+    assert held + writer.num_free_pages == writer.segment.num_pages
+    bystander.close()
+
+
+def test_a_directory_with_other_things_is_used_all_the_same(
+    open_: Open, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / "0-a.segment").symlink_to("/etc/passwd")
+    os.mkfifo(directory / "0-b.segment")
+    (directory / "0-c.segment").write_bytes(b"no segment")
+    (directory / "0-d.memfd").write_text("{}")
+    (directory / "0-e.memfd").write_text('{"pid": 1, "start_time": 1, "fd": 0, "inode": 1}')
+    (directory / "notes.txt").write_text("mine")
+    (directory / "0-d.memfd").unlink()
+    (directory / "0-e.memfd").unlink()
+    with caplog.at_level(logging.WARNING):
+        store = open_()
+    put(store, 1)
+    assert has(store, 1) == [True]
+    assert "0-c.segment" in caplog.text
+
+
+def test_no_room_is_told_and_leaves_what_was_there(directory: Path) -> None:
+    """F15: a system without memory, here by a limit on files."""
+    script = (
+        "import resource, sys; from pdkv.kv_store.registry import open_store; from pdkv.errors import StoreFull\n"
+        "store = open_store(sys.argv[1]); store.put([(b'a', memoryview(b'a' * 70000))])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))\n"
+        "try: store.put([(b'b', memoryview(b'b' * 70000))])\n"
+        "except StoreFull as error: print(error.code)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
+        "store.put([(b'c', memoryview(b'c' * 70000))]); print(store.contains([b'a', b'b', b'c']))"
+    )
+    url = f"host://{directory}?capacity={CAPACITY}"
+    done = subprocess.run([sys.executable, "-P", "-c", script, url], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["store_full", "[True, False, True]"]
+
+
+@pytest.fixture
+def memfd(directory: Path) -> Iterator[int]:
+    """One, kept by this process and named in the directory."""
+    directory.mkdir(mode=0o700)
+    fd = os.memfd_create("pdkv-test", os.MFD_CLOEXEC)
+    format_segment(fd, CAPACITY)
+    start_time = process_start_time(os.getpid())
+    assert start_time is not None
+    write_address(directory, "0", SegmentAddress(os.getpid(), start_time, fd, os.fstat(fd).st_ino))
+    yield fd
+    os.close(fd)
+
+
+def test_memfds_outlive_their_writers(open_: Open, directory: Path, memfd: int) -> None:
+    writer = start_writer(f"host://{directory}", 3)
+    assert writer.stdout is not None
+    assert [writer.stdout.readline() for _ in range(3)][-1] == "2\n"
+    reader = open_()
+    assert reader.own is None
+    assert _is_whole(reader, 0)
+    with pytest.raises(StoreUnavailable, match="other processes'"):
+        put(reader, 1)
+    writer.kill()
+    writer.communicate(timeout=_WAIT_S)
+    reader.close()
+    successor = open_()
+    assert len(own(successor)) == 3
+    assert _is_whole(successor, 0)
+    assert not list(directory.glob("*.segment"))
+
+
+def test_an_address_of_something_else_is_refused(directory: Path, memfd: int) -> None:
+    inode, start_time = os.fstat(memfd).st_ino, process_start_time(os.getpid())
+    assert start_time is not None
+    right = SegmentAddress(os.getpid(), start_time, memfd, inode)
+    os.close(right.open(os.O_RDONLY))
+    wrong = [(start_time + 1, memfd, inode), (start_time, 0, inode), (start_time, memfd, inode + 1)]
+    for fields in wrong:
+        with pytest.raises(FileNotFoundError):
+            SegmentAddress(os.getpid(), *fields).open(os.O_RDONLY)
+
+
+def test_a_capacity_that_is_none_is_refused(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 1048576 bytes, got 4096"):
+        HostStore(directory, StoreOptions(capacity=4096))
