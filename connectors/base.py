@@ -481,6 +481,13 @@ class KVConnector(ABC):
         return 0
 
     @classmethod
+    def kv_codec(cls, options: Mapping[str, str]) -> str:
+        """What the engine's layout says as `codec`: with these options KV that is loaded may differ from what was
+        computed. Empty: it is exact. Raises ConfigError for options that cannot be.
+        """
+        return ""
+
+    @classmethod
     def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
         """The packages that it needs with these options; of no options at all: that it may need with some."""
         return ()

@@ -184,6 +184,11 @@ class MultiConnector(KVConnector):
         return lcm(*(n for spec in cls.specs if (n := spec.connector.hit_tokens(spec.options, block_size))), 1)
 
     @classmethod
+    def kv_codec(cls, options: Mapping[str, str]) -> str:
+        codecs = {spec.connector.kv_codec(spec.options) for spec in cls.specs}
+        return "+".join(sorted(codecs - {""}))
+
+    @classmethod
     def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
         return [requirement for spec in cls.specs for requirement in spec.connector.requirements(spec.options)]
 

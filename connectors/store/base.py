@@ -15,6 +15,7 @@ from pdkv.connectors.base import (
     SchedulerConnector,
     WorkerConnector,
 )
+from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.lookup import PROBE_KEY, KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
@@ -55,17 +56,25 @@ class StoreConnector(KVConnector):
             most = min((len(group.layers) for group in config.layout.groups), default=config.layout.num_layers)
             groups = min(LAYERWISE_GROUPS, most) if self.options.load == "layerwise" else 1
         self.sealer = make_sealer(sign=self.options.sign, key_file=self.options.sign_key_file)
+        codec = self.options.make_codec()
+        self.coder = ValueCoder(codec, config.layout) if codec.identity else None
         self.cut = StoreCut(
             config,
             tokens_per_value=self.options.tokens_per_value,
             layer_groups=groups,
             signer=self.sealer.identity,
+            codec=codec.identity,
         )
         self._store: KVStore | None = None
 
     @classmethod
     def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
         return hit_tokens_with_windows(cls.options_type.parse(options).tokens_per_value, block_size)
+
+    @classmethod
+    def kv_codec(cls, options: Mapping[str, str]) -> str:
+        codec = cls.options_type.parse(options).make_codec()
+        return codec.identity if codec.lossy else ""
 
     @classmethod
     def probe(cls, options: Mapping[str, str]) -> str:
@@ -103,7 +112,7 @@ class StoreConnector(KVConnector):
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         values = SealedValues(self.store, self.sealer)
-        return StoreWorker(self.config, self.options, self.cut, values, self.notify)
+        return StoreWorker(self.config, self.options, self.cut, values, self.notify, coder=self.coder)
 
     def shutdown(self) -> None:
         store, self._store = self._store, None

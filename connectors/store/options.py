@@ -2,6 +2,8 @@
 
 from pdkv.connectors.base import LoadMode
 from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.codecs.base import Codec
+from pdkv.kv_store.codecs.registry import make_codec
 from pdkv.options import MAX_THREADS, Options, option, seconds
 
 
@@ -31,10 +33,18 @@ class StoreConnectorOptions(Options):
         size=True,
     )
     known_for_s: float = seconds(30.0, "how long a value is believed to be stored: the store may evict it")
+    codec: str = option(
+        "raw", "form of the KV: raw, or with errors fp8, int8, cachegen; the same on all engines", metavar="NAME"
+    )
+    codec_level: int | None = option(None, "how coarse, from 0; absent: the codec's default", ge=0)
     sign: bool = option(False, "sign values, and read only those with the right signature; the same on all engines")
     sign_key_file: str = option(
         "", "file of the secret; empty: the variable PDKV_STORE_SIGN_KEY has it", metavar="FILE"
     )
+
+    def make_codec(self) -> Codec:
+        """Raises ConfigError for a codec or a level that there is not."""
+        return make_codec(self.codec, self.codec_level)
 
     def open_store(self) -> KVStore:
         """The store, whose methods may block: they are called on I/O threads. Called once in each process, at start.

@@ -1,6 +1,6 @@
 """How values share a staging buffer: part by part, each part's values side by side, an envelope behind each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
@@ -13,7 +13,11 @@ class Piece(NamedTuple):
 
     part: ValuePart
     values: Sequence[Value]  # as large as the first one; the last may be smaller
-    unit_bytes: int
+    body_bytes: Callable[[int], int]  # of a value of so many units
+
+    def bytes_of(self, value: Value) -> int:
+        """Of its body."""
+        return self.body_bytes(value.num_units)
 
 
 class Slot(NamedTuple):
@@ -22,11 +26,11 @@ class Slot(NamedTuple):
     value: Value
     part: ValuePart
     key: bytes
-    data: Bytes  # images of its units, and its envelope
+    data: Bytes  # its body, and its envelope
 
     @property
     def body(self) -> Bytes:
-        """The images."""
+        """Images of its units, or what a codec made of them."""
         return self.data[:-ENVELOPE_BYTES]
 
     @property
@@ -35,34 +39,35 @@ class Slot(NamedTuple):
         return memoryview(self.data.data)
 
 
-def buffer_bytes(capacity: int, unit_bytes: int) -> int:
-    """Bytes of a buffer for `capacity` bytes of images and their envelopes; `unit_bytes`: of the smallest image."""
-    return capacity + capacity // unit_bytes * ENVELOPE_BYTES
+def buffer_bytes(capacity: int, smallest: int) -> int:
+    """Bytes of a buffer for `capacity` bytes of bodies and their envelopes; `smallest`: of the smallest body."""
+    return capacity + capacity // smallest * ENVELOPE_BYTES
 
 
 def pack(pieces: Sequence[Piece], capacity: int, *, split: bool) -> Iterator[list[Piece]]:
-    """Fill buffers of `capacity` bytes of images, at least one value of any part, with all values of all pieces.
+    """Fill buffers of `capacity` bytes of bodies, at least one value of any part, with all values of all pieces.
 
     Args:
         split: a stage begins a buffer of its own.
     """
     packed: list[Piece] = []
     room = capacity
-    for part, values, unit_bytes in pieces:
+    for piece in pieces:
+        part, values, body_bytes = piece
         if split and packed and packed[-1].part.stage != part.stage:
             yield packed
             packed, room = [], capacity
         first = 0
         while first < len(values):
-            size = values[first].num_units * unit_bytes
+            size = piece.bytes_of(values[first])
             stop = first + min(room // size, len(values) - first)
             if stop > first:
-                room -= (stop - first - 1) * size + values[stop - 1].num_units * unit_bytes
-            while stop < len(values) and values[stop].num_units * unit_bytes <= room:
-                room -= values[stop].num_units * unit_bytes
+                room -= (stop - first - 1) * size + piece.bytes_of(values[stop - 1])
+            while stop < len(values) and piece.bytes_of(values[stop]) <= room:
+                room -= piece.bytes_of(values[stop])
                 stop += 1
             if stop > first:
-                packed.append(Piece(part, values[first:stop], unit_bytes))
+                packed.append(Piece(part, values[first:stop], body_bytes))
                 first = stop
             if first < len(values):
                 yield packed
@@ -77,7 +82,7 @@ def lay_out(pieces: Sequence[Piece], buffer: Bytes) -> list[Slot]:
     offset = 0
     for piece in pieces:
         for value in piece.values:
-            stop = offset + value.num_units * piece.unit_bytes + ENVELOPE_BYTES
+            stop = offset + piece.bytes_of(value) + ENVELOPE_BYTES
             slots.append(Slot(value, piece.part, value.key + piece.part.suffix, buffer[offset:stop]))
             offset = stop
     slots.sort(key=lambda slot: slot.value.start)

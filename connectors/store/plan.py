@@ -34,11 +34,12 @@ class Cut(NamedTuple):
     layer_groups: int
     format: int = 0  # of the envelope; 0: values without one, as they were before
     signer: bytes = b""  # which secret values are signed with; empty: unsigned
+    codec: str = ""  # identity of what values are coded with; empty: they are images
 
     def suffix(self, shard: int, group: int) -> bytes:
         """What tells one part of a value's tokens from the others."""
         cut = (self.tokens_per_value, self.kv_shards, self.layer_groups)
-        return _SUFFIX.pack(*cut, shard, group, self.format, self.signer)
+        return _SUFFIX.pack(*cut, shard, group, self.format, self.signer) + self.codec.encode()
 
 
 class Value(NamedTuple):
@@ -87,7 +88,13 @@ class StoreCut:
     """
 
     def __init__(
-        self, config: ConnectorConfig, *, tokens_per_value: int, layer_groups: int, signer: bytes = b""
+        self,
+        config: ConnectorConfig,
+        *,
+        tokens_per_value: int,
+        layer_groups: int,
+        signer: bytes = b"",
+        codec: str = "",
     ) -> None:
         layout = config.layout
         heads = layout.kv_heads_of_all_ranks
@@ -104,7 +111,7 @@ class StoreCut:
         self.windows = layout.windows
         self.has_windows = any(self.windows)
         self.is_plain = len(self.windows) == 1 and not self.has_windows
-        self.cut = Cut(tokens_per_value, shards, layer_groups, envelope.FORMAT, signer)
+        self.cut = Cut(tokens_per_value, shards, layer_groups, envelope.FORMAT, signer, codec)
         self.layer_groups = layer_groups
         self.value_tokens = [layout.block_size if window else tokens_per_value for window in self.windows]
         """Of a whole value, by KV group."""

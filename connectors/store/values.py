@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from pdkv.connectors.store.envelope import Sealer
 from pdkv.connectors.store.pieces import Slot
-from pdkv.errors import StoreError
+from pdkv.errors import KVCorrupted, StoreError
 from pdkv.kv_store.base import KVStore
 from pdkv.log_limit import LogLimit
 
@@ -45,7 +45,7 @@ class SealedValues:
         self.store.put([(slot.key, slot.view) for slot in slots])
 
     def get(self, slots: Sequence[Slot], use: Callable[[Slot], None]) -> Reading:
-        """Read values into their slots and call `use` for each one that is whole.
+        """Read values into their slots and call `use` for each one that is whole, which may raise KVCorrupted.
 
         What is there and is not whole is looked at once more, since somebody may be replacing it; then it is deleted,
         so that the next save can put a sound value in its place.
@@ -56,10 +56,8 @@ class SealedValues:
         damaged: list[Slot] = []
         absent: list[Slot] = []
         for slot, state in zip(slots, self._read(slots), strict=True):
-            if state == "whole":
-                use(slot)
-            else:
-                (damaged if state == "damaged" else absent).append(slot)
+            if state != "whole" or not _is_used(slot, use):
+                (absent if state == "absent" else damaged).append(slot)
         if not damaged and not absent:
             return Reading([], 0)
         missing, num_misfits = self._look_again(damaged, absent, use)
@@ -92,8 +90,7 @@ class SealedValues:
             suspects = [*damaged, *misfits]
             if suspects:
                 for slot, state in zip(suspects, self._read(suspects), strict=True):
-                    if state == "whole":
-                        use(slot)
+                    if state == "whole" and _is_used(slot, use):
                         good.add(slot.key)
                 self.store.delete([slot.key for slot in suspects if slot.key not in good])
         except StoreError as error:  # what is damaged is a miss all the same
@@ -119,3 +116,13 @@ class SealedValues:
             "computed again; see pdkv_engine_kv_damaged_values_total in /metrics (next report in %g s at the earliest)",
             num_damaged, QUIET_S,
         )  # fmt: skip
+
+
+def _is_used(slot: Slot, use: Callable[[Slot], None]) -> bool:
+    """Whether a whole value could be used; what its codec does not know is damaged."""
+    try:
+        use(slot)
+    except KVCorrupted as error:
+        logger.debug("a stored value cannot be decoded: %s", error)
+        return False
+    return True

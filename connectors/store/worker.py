@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -14,6 +15,7 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, Stats, TransferKey, TransferOutcome
 from pdkv.connectors.stats import stats_of_tiers
 from pdkv.connectors.step_done import ON_HOST, StepDone
+from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
 from pdkv.connectors.store.plan import BlockSpan, StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
@@ -21,9 +23,9 @@ from pdkv.connectors.store.progress import LayerLoad, LoadProgress
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.transfer.jobs import Transfer
 from pdkv.connectors.transfer.lanes import Lane, LaneConfig
-from pdkv.connectors.transfer.planning import Ids, unit_index
+from pdkv.connectors.transfer.planning import Bytes, Ids, unit_index
 from pdkv.connectors.transfer.staging import StagingBuffers
-from pdkv.connectors.transfer.units import UnitPool
+from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, KVNotFound, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
@@ -67,7 +69,10 @@ class StoreWorker(TransferWorker):
         cut: StoreCut,
         values: SealedValues,
         notify: Callable[[], None],
+        *,
+        coder: ValueCoder | None = None,
     ) -> None:
+        """`coder`: of values that are not images of their units."""
         super().__init__(
             self._result_is_in,
             timeout_s=options.transfer_timeout_s,
@@ -82,6 +87,7 @@ class StoreWorker(TransferWorker):
         self._options = options
         self._cut = cut
         self._values = values
+        self._coder = coder
         self._wake = notify
         self._block_size = config.layout.block_size
         self._saves_fail = False  # the last one did: told once
@@ -102,12 +108,16 @@ class StoreWorker(TransferWorker):
             self._pool = UnitPool(kv_cache)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        sizes = [self._pool.unit_bytes(part.part) for parts in self._cut.parts for part in parts]
+        parts = [part.part for parts in self._cut.parts for part in parts]
         per_value = max(self._cut.value_tokens) // HASH_BLOCK_SIZE
-        self._capacity = max(self._options.staging_bytes, max(sizes) * per_value)  # of a buffer, in bytes of images
+        largest = max(self._body_bytes(part)(per_value) for part in parts)
+        self._capacity = max(self._options.staging_bytes, largest)  # of a buffer, in bytes of bodies
         threads = self._options.io_threads + self._options.save_threads
-        buffer_size = buffer_bytes(self._capacity, min(sizes))
+        buffer_size = buffer_bytes(self._capacity, min(self._body_bytes(part)(1) for part in parts))
         self._staging = StagingBuffers(threads, buffer_size, streams_of(kv_cache.device))
+        if self._coder is not None:
+            largest = per_value * max(self._pool.unit_bytes(part) for part in parts)
+            self._image_staging = StagingBuffers(threads, largest, streams_of(kv_cache.device))
         self.start_threads([("save", number) for number in range(self._options.save_threads)])
 
     def handshake(self) -> bytes:
@@ -156,6 +166,12 @@ class StoreWorker(TransferWorker):
         is_handoff = save.key != save.batch
         self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
 
+    def _body_bytes(self, part: UnitPart) -> Callable[[int], int]:
+        """Bytes of a body by its units."""
+        if self._coder is None:
+            return self._pool.unit_bytes(part).__mul__
+        return partial(self._coder.body_bytes, part)
+
     def _owned(self, group: int) -> list[ValuePart]:
         """The parts of a KV group's values that this rank writes."""
         return [part for part in self._cut.parts[group] if part.owned]
@@ -165,7 +181,7 @@ class StoreWorker(TransferWorker):
         for group, size in enumerate(self._cut.value_tokens):
             own = self._cut.of_group(values, group)
             units = size // HASH_BLOCK_SIZE
-            value_bytes = units * sum(self._pool.unit_bytes(part.part) for part in self._owned(group))
+            value_bytes = sum(self._body_bytes(part.part)(units) for part in self._owned(group))
             per_job = max(self._capacity // value_bytes, 1)
             yield from (own[i : i + per_job] for i in range(0, len(own), per_job))
 
@@ -238,7 +254,7 @@ class StoreWorker(TransferWorker):
         def use(slot: Slot) -> None:
             nonlocal num_bytes
             order.after.wait(job.remaining_s())
-            self._fill_blocks(load, slot)
+            self._fill_blocks(job, load, slot)
             progress.filled(slot.value)
             num_bytes += slot.data.nbytes
 
@@ -256,7 +272,18 @@ class StoreWorker(TransferWorker):
             layers.done(order.pieces[0].part.stage)
         return num_bytes
 
-    def _fill_blocks(self, load: StoreLoad, slot: Slot) -> None:
+    def _fill_blocks(self, job: Job, load: StoreLoad, slot: Slot) -> None:
+        """Raises KVCorrupted for a body that no codec has made; nothing is in the blocks then."""
+        if self._coder is None:
+            self._scatter(load, slot, slot.body)
+            return
+        part, num_units = slot.part.part, slot.value.num_units
+        with self._image_staging.take(job.remaining_s()) as buffer:
+            images = buffer[: num_units * self._pool.unit_bytes(part)]
+            self._coder.decode(slot.body, part, num_units, images)
+            self._scatter(load, slot, images)
+
+    def _scatter(self, load: StoreLoad, slot: Slot, images: Bytes) -> None:
         """Scatter what lies in [load.start, load.stop): a value may begin before, in blocks that are hits."""
         value, part = slot.value, slot.part.part
         start, stop = max(value.start, load.start), min(value.stop, load.stop)
@@ -264,7 +291,7 @@ class StoreWorker(TransferWorker):
             units = self._units(BlockSpan(load.start, load.block_tables[value.group]), start, stop)
             unit_bytes = self._pool.unit_bytes(part)
             first = (start - value.start) // HASH_BLOCK_SIZE * unit_bytes
-            self._pool.scatter(units, part, slot.body[first : first + units.size * unit_bytes])
+            self._pool.scatter(units, part, images[first : first + units.size * unit_bytes])
 
     def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
         """A load with a gap has failed; how far it came is told."""
@@ -295,13 +322,21 @@ class StoreWorker(TransferWorker):
         return num_bytes
 
     def _gather(self, job: Job, order: _Write, slot: Slot) -> None:
-        body, part = slot.body, slot.part.part
-        value = slot.value
+        value, part = slot.value, slot.part.part
+        if self._coder is None:
+            self._gather_images(job, order, value, part, slot.body)
+            return
+        with self._image_staging.take(job.remaining_s()) as buffer:
+            images = buffer[: value.num_units * self._pool.unit_bytes(part)]
+            self._gather_images(job, order, value, part, images)
+            self._coder.encode(images, part, value.num_units, slot.body)
+
+    def _gather_images(self, job: Job, order: _Write, value: Value, part: UnitPart, images: Bytes) -> None:
         units = self._units(order.save.spans[value.group], value.start, value.stop)
-        self._pool.gather(units, part, body, after=order.after, timeout_s=job.remaining_s())
+        self._pool.gather(units, part, images, after=order.after, timeout_s=job.remaining_s())
         num_used = value.num_tokens % HASH_BLOCK_SIZE
         if num_used:  # what earlier owners of the block left behind the tail stays here
-            last = body[-self._pool.unit_bytes(part) :]
+            last = images[-self._pool.unit_bytes(part) :]
             last.reshape(part.num_layers * 2 * part.num_heads, HASH_BLOCK_SIZE, -1)[:, num_used:] = 0
 
     def _units(self, span: BlockSpan, start: int, stop: int) -> Ids:
@@ -314,7 +349,7 @@ class StoreWorker(TransferWorker):
     def _pieces(self, values: Sequence[Value], *, split: bool = False, owned: bool = False) -> Iterator[list[Piece]]:
         """Buffers' worth of all parts of the values; `owned`: of those that this rank writes."""
         pieces = [
-            Piece(part, own, self._pool.unit_bytes(part.part))
+            Piece(part, own, self._body_bytes(part.part))
             for group, parts in enumerate(self._cut.parts)
             if (own := self._cut.of_group(values, group))
             for part in parts

@@ -105,6 +105,11 @@ class Codec(ABC):
             ValueError: a buffer that does not have the shape.
         """
 
+    def trim(self, padded: Bytes) -> Bytes:
+        """The coded value at the beginning of a buffer, as far as its header can be believed."""
+        body_bytes = int.from_bytes(padded[HEADER_BYTES - 8 : HEADER_BYTES].tobytes(), "little")
+        return padded[: HEADER_BYTES + body_bytes]
+
     def _header(self, shape: PartShape, body_bytes: int) -> bytes:
         numbers = (shape.first_layer, shape.num_layers, shape.total_layers or shape.num_layers)
         heads = (shape.num_heads, shape.head_size, HASH_BLOCK_SIZE)

@@ -20,6 +20,10 @@ class RawCodec(Codec):
     def max_bytes(self, shape: PartShape) -> int:
         return shape.num_bytes
 
+    def trim(self, padded: Bytes) -> Bytes:
+        """It has no header, and is never padded."""
+        return padded
+
     def encode(self, images: Bytes, shape: PartShape) -> Bytes:
         """The images themselves: no copy."""
         shape.check(images)

@@ -21,6 +21,7 @@ class Generation:
         self.timeline = Timeline(began)
         self.entries: list[Entry] = []  # in the books of the engines that it is under way on
         self.num_uncached = 0  # prompt tokens that this attempt computes
+        self.has_lossy_store = False  # an engine of it keeps KV in a codec with errors
         self.prompt_run_in = -1  # the last attempt in which the prompt was run
         self.timer: asyncio.TimerHandle | None = None
         self.failures: FailureRecord | None = None  # what has gone wrong so far
@@ -69,6 +70,18 @@ class Generation:
         return sources.local_hit + sources.store + sources.remote
 
     @property
+    def num_lossy_tokens(self) -> int | None:
+        """Prompt tokens whose KV may have gone through a codec with errors; None: no engine of it has one.
+
+        All of them where another engine decodes: they may have been handed over through the store.
+        """
+        if not self.has_lossy_store:
+            return None
+        if self.prefill_engine == self.decode_engine:
+            return self.num_cached_tokens
+        return len(self.flow.request.prompt_token_ids)
+
+    @property
     def expires_at(self) -> float:
         """When its time is up, if no token comes before, by the dispatcher's clock."""
         return min(self.flow.deadline, self._last_token_at + self.flow.request.stall_timeout_s)
@@ -83,7 +96,9 @@ class Generation:
         for name in flow.engines_in_use:
             if fleet.is_ready(name):
                 kv = kv_tokens(flow.request) if name == flow.route.decode else 0
-                entry = Entry(fleet.engines[name].books, uncached, kv)
+                engine = fleet.engines[name]
+                self.has_lossy_store |= engine.card is not None and bool(engine.card.layout.codec)
+                entry = Entry(engine.books, uncached, kv)
                 entry.enter()
                 self.entries.append(entry)
             uncached = 0  # the first of them runs the prompt

@@ -34,6 +34,12 @@ class TokenCounts(NamedTuple):
     completion: int  # over all choices
     cached: int  # of the prompts
     reasoning: int | None  # of the completions; None: thoughts are not told from answers
+    lossy: int | None = None  # of the prompts, whose KV may have gone through a codec with errors; None: there is none
+
+    @property
+    def of_prompt(self) -> dict[str, int]:
+        """What is told of the prompt's tokens; `lossy_tokens` is no field of OpenAI's."""
+        return {"cached_tokens": self.cached} | ({} if self.lossy is None else {"lossy_tokens": self.lossy})
 
 
 class ChoiceDelta(NamedTuple):

@@ -91,6 +91,13 @@ class Fanout:
         return sum(g.num_cached_tokens for index, g in self._generations.items() if index % self.job.n == 0)
 
     @property
+    def num_lossy_tokens(self) -> int | None:
+        """Prompt tokens of the first choices whose KV a codec may have changed; None: no engine of them has one."""
+        firsts = [g.num_lossy_tokens for index, g in self._generations.items() if index % self.job.n == 0]
+        known = [num_tokens for num_tokens in firsts if num_tokens is not None]
+        return sum(known) if known else None
+
+    @property
     def sources(self) -> SourceCounts:
         """Prompt tokens by source, of the first choice of each prompt; all zero before its first token."""
         firsts = [g.sources for index, g in self._generations.items() if index % self.job.n == 0]
@@ -124,7 +131,11 @@ class Fanout:
     def counts(self) -> TokenCounts:
         """What its usage says."""
         return TokenCounts(
-            self.num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens, self.num_reasoning_tokens
+            self.num_prompt_tokens,
+            self.num_completion_tokens,
+            self.num_cached_tokens,
+            self.num_reasoning_tokens,
+            self.num_lossy_tokens,
         )
 
     def abort(self) -> None:

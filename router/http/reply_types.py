@@ -12,6 +12,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt's tokens."""
 
     cached_tokens: int  # that were not computed for this request
+    lossy_tokens: int | None = None  # whose KV may have gone through a codec with errors
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
         "prompt_tokens": counts.prompt,
         "completion_tokens": counts.completion,
         "total_tokens": counts.prompt + counts.completion,
-        "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "prompt_tokens_details": counts.of_prompt,
     }
     if counts.reasoning is not None:
         shown["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.build_core import build_core
 from pdkv.config import EngineConfig, HandoffConfig
@@ -37,7 +39,7 @@ from pdkv.models.identity import ModelSource
 from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
 from pdkv.models.shard import Shard
 from pdkv.version import VERSION
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.messages import EngineCard, KVLayout
 
 CPU_STEP_TOKENS = 2048
 GPU_STEP_TOKENS = 8192
@@ -289,6 +291,15 @@ def _hit_tokens(plan: _Plan) -> int:
     return choose_connector(plan.handoff.connector, options).hit_tokens(options, plan.config.block_size)
 
 
+def _layout(plan: _Plan, executor: ModelExecutor) -> KVLayout:
+    """The executor's. What a lossy codec has been at is keyed apart from what is exact, wherever it lies."""
+    if plan.handoff is None:
+        return executor.layout
+    options = plan.handoff.connector_config
+    codec = choose_connector(plan.handoff.connector, options).kv_codec(options)
+    return msgspec.structs.replace(executor.layout, codec=codec)
+
+
 def _make_connector(
     plan: _Plan, identity: str, executor: ModelExecutor, notify: Callable[[], None], *, rank: int = 0
 ) -> KVConnector | None:
@@ -298,7 +309,7 @@ def _make_connector(
     connector_config = ConnectorConfig(
         engine=plan.name,
         epoch=plan.epoch,
-        layout=executor.layout,
+        layout=_layout(plan, executor),
         num_blocks=executor.num_blocks,
         options=plan.handoff.connector_config,
         model=identity,
@@ -338,7 +349,7 @@ def _connect(
         content_addressed=connector.content_addressed if connector is not None else False,
         orders=connector.orders() if connector is not None else [],
         model=identity,
-        layout=executor.layout,
+        layout=_layout(plan, executor),
         hash_block_size=HASH_BLOCK_SIZE,
         num_blocks=executor.num_blocks,
         max_model_len=executor.max_model_len,

@@ -98,6 +98,20 @@ def test_tokens_over_servers(workload: Workload, urls: Callable[[str], str], kin
     check_both_passes(workload, [*TOPOLOGIES[topology], *CHUNKED, *over("store", f"url={urls(kind)}")])
 
 
+@pytest.mark.parametrize("codec", ["int8", "raw"])
+def test_usage_says_what_a_codec_may_have_changed(workload: Workload, urls: Callable[[str], str], codec: str) -> None:
+    """All of a prompt: it is handed over through the store. Over exact KV nothing is said."""
+    prompt = max((e.prompt for e in workload.expected), key=len)
+    store = over("store", f"url={urls('file')}", f"codec={codec}", PATIENT)
+    with deployed(workload, *TOPOLOGIES["1P1D"], *store) as deployment:
+        answers = [deployment.complete(prompt, max_tokens=4, temperature=0).json() for _ in range(2)]
+        books = read_books(deployment)
+    details = [answer["usage"]["prompt_tokens_details"] for answer in answers]
+    assert [d.get("lossy_tokens") for d in details] == ([len(prompt)] * 2 if codec == "int8" else [None] * 2)
+    assert [d["cached_tokens"] > 0 for d in details] == [False, True]
+    assert books.sources("decode")["computed"] == 0
+
+
 @pytest.mark.slow  # a row of the matrix has them in every run
 def test_tokens_over_tiers(workload: Workload, urls: Callable[[str], str]) -> None:
     tiers = over("store", f"url=memory://tier,{urls('file')}", "capacity=64MiB")

@@ -25,6 +25,7 @@ class FakeGeneration:
         self.prefill_engine = "prefill-0"
         self.decode_engine = "decode-1"
         self.num_cached_tokens = 0
+        self.num_lossy_tokens: int | None = None
         self.num_attempts = 1
         self.sources = SourceCounts(computed=len(request.prompt_token_ids))
         self.aborted = False
@@ -100,6 +101,7 @@ class FakeDispatcher:
         self.connector_problems: dict[str, str] = {}
         self.tiers = TierIndex()
         self.num_cached_tokens = 0
+        self.num_lossy_tokens: int | None = None
         self.generations: list[FakeGeneration] = []
         self.num_slots = 1 << 30  # generations that may run at once
         self.on_room: Callable[[], None] = lambda: None
@@ -136,6 +138,7 @@ class FakeDispatcher:
             raise EngineUnavailable("no decode engine is ready")
         generation = FakeGeneration(request)
         generation.num_cached_tokens = self.num_cached_tokens
+        generation.num_lossy_tokens = self.num_lossy_tokens
         generation.on_end = lambda: self.on_room()
         self.generations.append(generation)
         for item in self.answer(request) if self.answer is not None else ():

@@ -138,7 +138,8 @@ class Engine:
         **options: str,
     ) -> None:
         self.name, self.tp = name, tp
-        self.layout = make_layout(block_size, tp, groups)
+        codec = RigConnector.kv_codec(options)
+        self.layout = msgspec.structs.replace(make_layout(block_size, tp, groups), codec=codec)
         self.block_size = block_size
         self.woken = threading.Semaphore(0)
         self.step_id = 0

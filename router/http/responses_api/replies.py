@@ -134,7 +134,7 @@ def _response(asked: Asked, status: str, output: Iterable[dict[str, Any]], **fie
 def _usage(counts: TokenCounts) -> dict[str, Any]:
     return {
         "input_tokens": counts.prompt,
-        "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+        "input_tokens_details": {**counts.of_prompt, "cache_write_tokens": 0},
         "output_tokens": counts.completion,
         "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
         "total_tokens": counts.prompt + counts.completion,

@@ -13,6 +13,7 @@ class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
     cached_tokens: int  # that were not computed for this request
     cache_write_tokens: int  # 0: whatever is computed may be cached, and nobody counts it
+    lossy_tokens: int | None = None  # whose KV may have gone through a codec with errors
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

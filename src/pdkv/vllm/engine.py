@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
@@ -43,6 +44,7 @@ class VllmEngine:
         self.extra = extra
         self.layout = read_layout(vllm_config, kv_cache_config)
         connector_type, self.options = choose_connector(str(extra["connector"]), extra.get("config") or {}, self.layout)
+        self.layout = msgspec.structs.replace(self.layout, codec=connector_type.kv_codec(self.options))
         self.num_staging_blocks = _staging_blocks(extra, vllm_config, self.layout)
         self.wake = threading.Event()
         self.name, self.epoch = f"vllm-{transfer.engine_id}", str(transfer.engine_id)

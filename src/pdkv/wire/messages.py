@@ -115,6 +115,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     groups: Annotated[tuple[KVGroup, ...], Meta(max_length=MAX_LAYERS)] = ()  # empty: one, of all layers, no window
     # By layer of the model, what 1.0 stands for in K and in V that are stored in FP8; empty: 1.0 everywhere.
     kv_scales: Annotated[tuple[tuple[KVScale, KVScale], ...], Meta(max_length=MAX_LAYERS)] = ()
+    codec: Text = ""  # lossy ones that KV may have gone through in a store, by identity; empty: KV is exact
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -169,6 +170,8 @@ class KVLayout(msgspec.Struct, frozen=True):
             numbers = [number for scales in self.kv_scales for number in scales]
             digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}d", *numbers), digest_size=8).hexdigest()
             identity += f",kv_scales={digest}"
+        if self.codec:
+            identity += f",codec={self.codec}"
         if not self.groups:
             return identity
         groups = "+".join(f"{','.join(map(str, group.layers))}@{group.window}" for group in self.groups)

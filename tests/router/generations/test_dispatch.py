@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from dispatch_rig import InProcessBackend, System, check_right, collect, run
 from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
@@ -647,6 +648,25 @@ def test_cached_tokens_are_those_that_nobody_computed() -> None:
         assert generation.num_cached_tokens == 16
 
     run(System(0, 1), body)
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "codec", "expected"), [(0, "fp8-1.0", 16), (1, "fp8-1.0", 20), (0, "", None), (1, "", None)]
+)
+def test_lossy_tokens_are_those_that_were_found_or_handed_over(
+    num_prefill: int, codec: str, expected: int | None
+) -> None:
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        for name, backend in system.backends.items():
+            layout = msgspec.structs.replace(system.card(name).layout, codec=codec)
+            backend.start(system.card(name, layout=layout))
+        generation = system.dispatcher.start(make_request(20, max_tokens=2))
+        await collect(generation)
+        generation.flow.sources = SourceCounts(computed=4, store=16)
+        assert generation.num_lossy_tokens == expected
+
+    run(System(num_prefill, 1), body, start=False)
 
 
 def test_cached_tokens_are_known_with_the_first_token() -> None:

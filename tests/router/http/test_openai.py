@@ -159,6 +159,9 @@ def test_choices_are_numbered_over_prompts_and_each_prompt_is_counted_once() -> 
     assert body["usage"]["prompt_tokens"] == 8
     assert body["usage"]["completion_tokens"] == 12
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    dispatcher.num_lossy_tokens = 1
+    body = complete(dispatcher, prompt=[ids("a+++"), ids("b---")], n=3, seed=5).json()
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4, "lossy_tokens": 2}
     assert all(request.params.n == 1 and request.params.seed == 5 for request in dispatcher.requests)
 
 

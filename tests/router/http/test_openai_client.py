@@ -51,6 +51,7 @@ def test_completions_streaming_and_not() -> None:
         assert whole.usage is not None
         assert whole.usage.prompt_tokens_details is not None
         assert whole.usage.prompt_tokens_details.cached_tokens == 1
+        assert whole.usage.prompt_tokens_details.model_extra == {"lossy_tokens": 1}
         text, usage = "", None
         options = {"include_usage": True}
         async for chunk in await client.completions.create(
@@ -62,7 +63,7 @@ def test_completions_streaming_and_not() -> None:
         assert usage == whole.usage.model_copy(update={"completion_tokens": 4, "total_tokens": 5})
 
     dispatcher = FakeDispatcher(say([*ids("hé"), eos()]))
-    dispatcher.num_cached_tokens = 1
+    dispatcher.num_cached_tokens = dispatcher.num_lossy_tokens = 1
     run(dispatcher, use)
 
 

@@ -96,6 +96,14 @@ def test_a_text() -> None:
     assert (body["instructions"], body["metadata"], body["user"]) == ("Be brief.", {"a": "b"}, "u")
 
 
+def test_tokens_whose_kv_a_codec_may_have_changed_are_told() -> None:
+    dispatcher = FakeDispatcher(say([*ids("a"), eos()]))
+    dispatcher.num_cached_tokens, dispatcher.num_lossy_tokens = 2, 1
+    body = response(run(call(make_app(dispatcher), "POST", PATH, {"model": MODEL, "input": "Hello"})))
+    details = {"cached_tokens": 2, "lossy_tokens": 1, "cache_write_tokens": 0}
+    assert body["usage"]["input_tokens_details"] == details
+
+
 @pytest.mark.parametrize("recorded", ANSWERS, ids=lambda r: f"{r.parser}: {r.name}")
 def test_recorded_answers_byte_by_byte(recorded: Recorded) -> None:
     body = both(recorded.text, recorded.parser, tools=FUNCTIONS)
