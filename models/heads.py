@@ -1,6 +1,6 @@
 """What becomes of queries and keys between their projection and attention: normed where the model does, and rotated.
 
-By torch, or by a compiled pass that also writes keys and values to the cache.
+By torch, by a kernel on CUDA, or by a compiled pass that also writes keys and values to the cache.
 """
 
 from typing import NamedTuple, Protocol
@@ -10,7 +10,7 @@ import torch
 from pdkv.kernels.linear import level
 from pdkv.kernels.passes import HeadPassArgs, dtype_number, pass_heads
 from pdkv.models.linear import LinearKind
-from pdkv.models.passes import RMSNorm
+from pdkv.models.passes import RMSNorm, by_triton
 from pdkv.models.rope import RopeTable, rotate
 
 
@@ -78,6 +78,36 @@ class _TorchHeads(NamedTuple):
         if self.k_norm is not None:
             qkv[:, heads:rotated] = self.k_norm(qkv[:, heads:rotated])
         rotate(qkv[:, :rotated], self.rope)
+
+    def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
+        self.apply(qkv)
+        slots.put(qkv[:, self.heads :])
+
+
+class TritonRotation(TorchRotation):
+    """By one kernel, on CUDA; rounds where torch rounds."""
+
+    def at(self, positions: torch.Tensor) -> "_TritonHeads":
+        return _TritonHeads(self.table, positions, *self._sizes)
+
+
+class _TritonHeads(NamedTuple):
+    table: RopeTable
+    positions: torch.Tensor
+    heads: int
+    kv_heads: int
+    norms: tuple[torch.Tensor, float, torch.Tensor, float] | None = None
+
+    def of(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Heads:
+        if q_norm is None or k_norm is None:
+            assert q_norm is k_norm, "norms of queries alone, or of keys alone"
+            return self
+        return self._replace(norms=(q_norm.weight, q_norm.fused.epsilon, k_norm.weight, k_norm.fused.epsilon))
+
+    def apply(self, qkv: torch.Tensor) -> None:
+        from pdkv.kernels.passes_triton import pass_heads_triton  # Triton, which a CPU need not have
+
+        pass_heads_triton(qkv, self.positions, *self.table, self.heads, self.kv_heads, self.norms)
 
     def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
         self.apply(qkv)
@@ -153,4 +183,6 @@ def _pointer(norm: RMSNorm | None) -> tuple[int | None, float]:
 
 def make_rotation(table: RopeTable, num_heads: int, num_kv_heads: int, kind: LinearKind) -> Rotation:
     """What goes with linear layers of that kind."""
-    return (CompiledRotation if kind == "compiled" else TorchRotation)(table, num_heads, num_kv_heads)
+    if kind == "compiled":
+        return CompiledRotation(table, num_heads, num_kv_heads)
+    return (TritonRotation if by_triton(table.cos) else TorchRotation)(table, num_heads, num_kv_heads)

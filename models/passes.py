@@ -1,4 +1,4 @@
-"""What a decoder does to rows before it multiplies them: RMSNorm, and silu(gate) * up; by torch or compiled.
+"""What a decoder does to rows before it multiplies them: RMSNorm, and silu(gate) * up; by torch, compiled or in Triton.
 
 A compiled linear layer takes a pass along: its rows go through it where they are laid out for the kernels (linear.py).
 """
@@ -23,6 +23,11 @@ class RowPass(Protocol):
         """By itself; `x` may be overwritten where b < a."""
 
 
+def by_triton(x: torch.Tensor) -> bool:
+    """Whether `x` is passed over by a Triton kernel: on CUDA."""
+    return x.is_cuda
+
+
 class RMSNorm:
     """x (..., size) -> x / sqrt(mean(x * x) + epsilon) * weight, computed in float32 and rounded once."""
 
@@ -32,6 +37,10 @@ class RMSNorm:
         self.fused = Norm(weight.float().contiguous(), epsilon)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if by_triton(x):
+            from pdkv.kernels.passes_triton import rms_norm_triton  # Triton, which a CPU need not have
+
+            return rms_norm_triton(x, self.weight, self.fused.epsilon)
         return F.rms_norm(x, self.weight.shape, self.weight, self.fused.epsilon)
 
 
@@ -48,6 +57,10 @@ class SiluMul:
     fused: Literal["gated"] = GATED
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if by_triton(x):
+            from pdkv.kernels.passes_triton import silu_mul_triton  # Triton, which a CPU need not have
+
+            return silu_mul_triton(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 

@@ -300,7 +300,7 @@ def test_the_backend_reads_only_what_a_request_owns(poison: float, device: torch
 
 
 @pytest.mark.usefixtures("in_triton")
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_an_engine_over_the_kernels_says_what_transformers_says(
     family: str,
     device: torch.device,
@@ -308,12 +308,17 @@ def test_an_engine_over_the_kernels_says_what_transformers_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in chunks beside decodes, one of them found in the cache in part; windows for mistral."""
+    """Prompts in chunks beside decodes, one of them found in the cache in part. Windows and norms of queries and keys for
+    qwen3, half of a head rotated for phi3."""
     monkeypatch.setattr(runner, "make_backend", CudaAttention)
+    monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
+    for module in (heads, passes):
+        monkeypatch.setattr(module, "by_triton", lambda _: True)
     directory = hf_model(family, initializer_range=0.2, **FEATURES.get(family, {}))
     prompts = [list(range(3, 3 + length)) for length in (5, 21, 37)]
     prompts.append([*prompts[-1], 7, 9])
     expected = [oracle(directory).generate(prompt, 6) for prompt in prompts]
+    monkeypatch.setattr(passes.F, "rms_norm", lambda *_: pytest.fail("a norm by torch"))
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     options = {"kv_cache_memory": 4 << 20, "max_num_batched_tokens": 24, "dtype": "float32", "threads": 1}
     with LLM(serve_directory(directory, tmp_path), device=device.type, **options) as llm:

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
-@pytest.mark.parametrize("cases", ["cases_triton.py", "cases_draw.py", "cases_linear.py"])
+@pytest.mark.parametrize("cases", ["cases_triton.py", "cases_draw.py", "cases_linear.py", "cases_passes.py"])
 @pytest.mark.parametrize("where", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_kernels_equal_their_references(where: str, cases: str) -> None:
     if where == "cuda" and not torch.cuda.is_available():
@@ -229,6 +229,32 @@ def test_rows_in_fp8_compile_for_a_gpu(has_scale: bool, tmp_path: Path, monkeypa
     compiled = compile_for_gpu(_quantize_rows_kernel, types, constants, aligned=("x", "numbers", "stride_x"))
     assert compiled.asm["cubin"]
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_passes_compile_for_a_gpu(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole vectors are read and written: a thread's load is of 16 bytes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels.passes_triton import _heads_kernel, _rms_norm_kernel, _silu_mul_kernel
+
+    types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | {"epsilon": "fp32"}
+    aligned = ("out", "x", "weight", "stride_row")
+    vector = "v4.b32"
+    norm = {name: types[name] for name in types}
+    compiled = compile_for_gpu(_rms_norm_kernel, norm, {"SIZE": 4096, "PADDED": 4096}, num_warps=8, aligned=aligned)
+    assert vector in compiled.asm["ptx"]
+    gated = {"out": f"*{dtype}", "x": f"*{dtype}"}
+    compiled = compile_for_gpu(_silu_mul_kernel, gated, {"SIZE": 14336, "TILE": 1024}, aligned=aligned)
+    assert vector in compiled.asm["ptx"]
+    names = ("qkv", "cosines", "sines", "q_weight", "k_weight")
+    types = dict.fromkeys(names, f"*{dtype}") | {"positions": "*i64", "q_epsilon": "fp32", "k_epsilon": "fp32"}
+    for head_size, rotary, has_norm in ((128, 128, True), (128, 128, False), (80, 20, True)):
+        constants = {"NUM_HEADS": 32, "NUM_ROTATED": 40, "HEAD_SIZE": head_size, "HALF": rotary // 2}
+        constants |= {"HALF_PADDED": 64 if rotary == 128 else 16, "REST_PADDED": 0 if rotary == head_size else 64}
+        constants |= {"HAS_NORM": has_norm, "TILE_HEADS": 16}
+        compiled = compile_for_gpu(_heads_kernel, types, constants, aligned=(*names, "positions", "stride_token"))
+        assert compiled.asm["cubin"]
+        assert rotary != head_size or vector in compiled.asm["ptx"]
 
 
 def test_kernels_import_without_triton() -> None:

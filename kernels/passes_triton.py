@@ -1,0 +1,196 @@
+"""Passes over a step's rows in Triton: RMSNorm, silu(gate) * up, and queries and keys normed and rotated in place.
+
+Computed in float32, and rounded where the torch operations of models/passes.py, heads.py and rope.py round. What a
+kernel is compiled for are sizes of the model alone: no number of rows compiles another one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
+
+_TILE = 1024  # values of a row that a program gates
+_TILE_HEADS = 16  # that a program rotates
+
+
+@jit()
+def _rms_norm_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    epsilon: tl.tensor,
+    stride_row: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, PADDED)
+    values = tl.load(x + row * stride_row + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values) / SIZE + epsilon)
+    normed = values * factor * tl.load(weight + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + at, normed.to(out.dtype.element_ty), mask=at < SIZE)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / sqrt(mean(x * x) + epsilon) * weight of each row of x (n, size), rounded once; (n, size).
+
+    A row's values are contiguous, and `weight` (size,) is.
+    """
+    num_rows, size = x.shape
+    if x.stride(1) != 1 or weight.shape != (size,) or weight.stride(0) != 1:
+        raise ValueError(f"x {tuple(x.shape)}, {x.stride()} and weight {tuple(weight.shape)}: no contiguous rows")
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    if num_rows:
+        padded = triton.next_power_of_2(size)
+        warps = min(max(padded // 512, 1), 16)
+        _rms_norm_kernel[(num_rows,)](
+            out, x, weight, epsilon, x.stride(0), SIZE=size, PADDED=padded, num_warps=warps, **LAUNCH_OPTIONS
+        )
+    return out
+
+
+@jit()
+def _silu_mul_kernel(
+    out: tl.tensor, x: tl.tensor, stride_row: tl.tensor, SIZE: tl.constexpr, TILE: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    gates = tl.load(x + row * stride_row + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    ups = tl.load(x + row * stride_row + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    silu = (gates / (1.0 + tl.exp(-gates))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + at, (silu * ups).to(out.dtype.element_ty), mask=at < SIZE)
+
+
+def silu_mul_triton(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of rows x (n, 2 * size) of gates and then what they gate; silu is rounded, then the product."""
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    if x.stride(1) != 1 or x.shape[1] % 2:
+        raise ValueError(f"x {tuple(x.shape)} with strides {x.stride()}: no contiguous rows of two halves")
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    if num_rows:
+        grid = num_rows, triton.cdiv(size, _TILE)
+        _silu_mul_kernel[grid](out, x, x.stride(0), SIZE=size, TILE=_TILE, num_warps=4, **LAUNCH_OPTIONS)
+    return out
+
+
+@jit()
+def _weighed(
+    x: tl.tensor,
+    factor: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    dims: tl.tensor,
+    mask: tl.tensor,
+    is_query: tl.tensor,
+) -> tl.tensor:
+    """The values x (heads, dims) of heads times their factor and the norm's weights, not rounded yet."""
+    q = tl.load(q_weight + dims, mask=mask, other=0.0).to(tl.float32)
+    k = tl.load(k_weight + dims, mask=mask, other=0.0).to(tl.float32)
+    return x * factor[:, None] * tl.where(is_query[:, None], q[None, :], k[None, :])
+
+
+@jit()
+def _row(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[None, :]
+
+
+@jit()
+def _heads_kernel(
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    cosines: tl.tensor,  # (positions, 2 * HALF)
+    sines: tl.tensor,
+    q_weight: tl.tensor,  # (HEAD_SIZE,) with HAS_NORM
+    k_weight: tl.tensor,
+    q_epsilon: tl.tensor,
+    k_epsilon: tl.tensor,
+    stride_token: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,  # heads, and those of keys
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # of the values that are rotated
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,  # values behind them, which are only normed
+    HAS_NORM: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+) -> None:
+    """One token's rotation of some heads; a thread reads and writes both values of a pair."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    dims = tl.arange(0, HALF_PADDED)
+    is_head = heads < NUM_ROTATED
+    mask = is_head[:, None] & (dims[None, :] < HALF)
+    first = qkv + token * stride_token + heads[:, None] * HEAD_SIZE
+    x = tl.load(first + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(first + HALF + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    dtype = qkv.dtype.element_ty
+    if HAS_NORM:
+        squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
+        is_query = heads < NUM_HEADS
+        epsilon = tl.where(is_query, q_epsilon, k_epsilon)
+        if REST_PADDED:
+            behind = 2 * HALF + tl.arange(0, REST_PADDED)
+            rest_mask = is_head[:, None] & (behind[None, :] < HEAD_SIZE)
+            rest = tl.load(first + behind[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+            squares += tl.sum(rest * rest, axis=1)
+            factor = tl.rsqrt(squares / HEAD_SIZE + epsilon)
+            rest = _weighed(rest, factor, q_weight, k_weight, behind, behind < HEAD_SIZE, is_query)
+            tl.store(first + behind[None, :], rest.to(dtype), mask=rest_mask)
+        factor = tl.rsqrt(squares / HEAD_SIZE + epsilon)
+        x = _weighed(x, factor, q_weight, k_weight, dims, dims < HALF, is_query).to(dtype).to(tl.float32)
+        y = _weighed(y, factor, q_weight, k_weight, HALF + dims, dims < HALF, is_query).to(dtype).to(tl.float32)
+    place = tl.load(positions + token) * (2 * HALF) + dims
+    turned_x = x * _row(cosines + place, dims < HALF) + (y * _row(sines + place, dims < HALF)).to(dtype).to(tl.float32)
+    place += HALF
+    turned_y = y * _row(cosines + place, dims < HALF) + (x * _row(sines + place, dims < HALF)).to(dtype).to(tl.float32)
+    tl.store(first + dims[None, :], turned_x.to(dtype), mask=mask)
+    tl.store(first + HALF + dims[None, :], turned_y.to(dtype), mask=mask)
+
+
+Norms = tuple[torch.Tensor, float, torch.Tensor, float]
+"""Weight (head_size,) and epsilon of queries, then of keys."""
+
+
+def pass_heads_triton(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    norms: Norms | None,
+) -> None:
+    """Norm (None: not) and rotate queries and keys in place.
+
+    Args:
+        qkv: (n, num_heads + 2 * num_kv_heads, head_size), a token's values contiguous; its values stay as they are.
+        positions: (n,) int64, each below the tables' length.
+        cosines, sines: (length, 1, rotary size) as in `RopeTable`, contiguous.
+    """
+    num_tokens, _, head_size = qkv.shape
+    rotary_size = cosines.shape[-1]
+    if qkv.stride()[1:] != (head_size, 1) or not cosines.is_contiguous() or not sines.is_contiguous():
+        raise ValueError(f"qkv {tuple(qkv.shape)}, {qkv.stride()}: tokens, and tables of rotations, must be contiguous")
+    if not num_tokens:
+        return
+    rest = head_size - rotary_size
+    _heads_kernel[(num_tokens, triton.cdiv(num_heads + num_kv_heads, _TILE_HEADS))](
+        qkv,
+        positions,
+        cosines,
+        sines,
+        *(norms[::2] if norms is not None else (cosines, cosines)),
+        *(norms[1::2] if norms is not None else (0.0, 0.0)),
+        qkv.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_ROTATED=num_heads + num_kv_heads,
+        HEAD_SIZE=head_size,
+        HALF=rotary_size // 2,
+        HALF_PADDED=triton.next_power_of_2(rotary_size // 2),
+        REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
+        HAS_NORM=norms is not None,
+        TILE_HEADS=_TILE_HEADS,
+        num_warps=4,
+        **LAUNCH_OPTIONS,
+    )
