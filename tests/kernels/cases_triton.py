@@ -37,6 +37,7 @@ from pdkv.kernels.paged_attention import paged_attention_reference
 from pdkv.kernels.paged_attention_triton import paged_attention_triton
 from pdkv.kernels.pool_copy import copy_pieces_reference
 from pdkv.kernels.pool_copy_triton import copy_pieces_triton
+from pdkv.models import heads, loader, passes
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -308,8 +309,9 @@ def test_an_engine_over_the_kernels_says_what_transformers_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in chunks beside decodes, one of them found in the cache in part. Windows and norms of queries and keys for
-    qwen3, half of a head rotated for phi3."""
+    """Prompts in chunks beside decodes, one of them found in the cache in part; windows, and queries and keys that are
+    normed, for qwen3.
+    """
     monkeypatch.setattr(runner, "make_backend", CudaAttention)
     monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
     for module in (heads, passes):
@@ -320,8 +322,8 @@ def test_an_engine_over_the_kernels_says_what_transformers_says(
     expected = [oracle(directory).generate(prompt, 6) for prompt in prompts]
     monkeypatch.setattr(passes.F, "rms_norm", lambda *_: pytest.fail("a norm by torch"))
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    options = {"kv_cache_memory": 4 << 20, "max_num_batched_tokens": 24, "dtype": "float32", "threads": 1}
-    with LLM(serve_directory(directory, tmp_path), device=device.type, **options) as llm:
+    options = {"kv_cache_memory": 4 << 20, "max_num_batched_tokens": 24, "max_num_seqs": 4, "dtype": "float32"}
+    with LLM(serve_directory(directory, tmp_path), device=device.type, threads=1, **options) as llm:
         outputs = llm.generate(prompts[:3], params, progress=False) + llm.generate(prompts[3:], params, progress=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert outputs[-1].num_cached_tokens > 0
