@@ -57,7 +57,7 @@ class TorchRotation:
         self.table = table
         self._sizes = num_heads, num_kv_heads
 
-    def at(self, positions: torch.Tensor) -> "_TorchHeads":
+    def at(self, positions: torch.Tensor) -> StepRotation:
         return _TorchHeads(self.table.at(positions), *self._sizes)
 
 
@@ -87,7 +87,7 @@ class _TorchHeads(NamedTuple):
 class TritonRotation(TorchRotation):
     """By one kernel, on CUDA; rounds where torch rounds."""
 
-    def at(self, positions: torch.Tensor) -> "_TritonHeads":
+    def at(self, positions: torch.Tensor) -> StepRotation:
         return _TritonHeads(self.table, positions, *self._sizes)
 
 
