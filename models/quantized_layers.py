@@ -6,14 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from pdkv.kernels.int4_weight import fits, pack_int4
+from pdkv.kernels.int4_weight import SYMMETRIC_ZERO, pack_int4
 from pdkv.models.dequantize import DequantizedCheckpoint
 from pdkv.models.linear import Linear
 from pdkv.models.quantization import Quantization
+from pdkv.models.quantized_columns import pack_columns
 from pdkv.models.quantized_linear import Fp8Linear, Int4Linear
 from pdkv.models.quantized_tensors import GroupedWeight, LayerTensors, read_input_scale, read_scales, read_weight
 
 logger = logging.getLogger(__name__)
+
+_MAX_NUMBER = 15
+"""Of 4 bits."""
 
 
 class Piece(NamedTuple):
@@ -98,7 +102,7 @@ class QuantizedLayers:
         if self._dtype not in (torch.bfloat16, torch.float16):
             raise _Stays(f"4-bit weights are multiplied in bfloat16 and float16, and the model is of {self._dtype}")
         parts = [
-            _in_order(self._grouped(layer, (piece.rows, columns)), piece.mine, mine)
+            _part_of(self._grouped(layer, (piece.rows, columns)), piece.mine, mine)
             for layer, piece in zip(layers, pieces, strict=True)
         ]
         first = parts[0]
@@ -120,7 +124,7 @@ class QuantizedLayers:
 
 
 class _Part(NamedTuple):
-    """A rank's part of one layer, its columns in the order of their groups."""
+    """A rank's part of one layer, its columns as PackedColumns has them."""
 
     numbers: torch.Tensor  # (rows, columns)
     scales: torch.Tensor  # (groups, rows)
@@ -130,31 +134,23 @@ class _Part(NamedTuple):
 
     def is_like(self, other: "_Part") -> bool:
         """Whether rows of both can follow one another."""
-        kinds = [(part.group_size, part.scales.dtype, part.zeros is None) for part in (self, other)]
+        kinds = [(part.group_size, len(part.scales), part.scales.dtype, part.zeros is None) for part in (self, other)]
         if kinds[0] != kinds[1] or self.order is None or other.order is None:
             return kinds[0] == kinds[1] and self.order is other.order
         return torch.equal(self.order, other.order)
 
 
-def _in_order(weight: GroupedWeight, rows: slice, columns: slice) -> _Part:
-    """Cut a rank's part out of a layer. Raises _Stays: its columns are no whole groups that the kernel reads."""
-    num_columns, num_groups = weight.numbers.shape[1], len(weight.scales)
-    size = -(-num_columns // num_groups)
-    regular = torch.arange(num_columns, device=weight.groups.device) // size
-    order = None
-    if not torch.equal(weight.groups, regular):
-        order = weight.groups.argsort(stable=True)
-        if not torch.equal(weight.groups[order], regular):
-            raise _Stays("its groups have unequal sizes")
-        if columns != slice(0, num_columns):
-            raise _Stays("its inputs are ordered by activation, and divided among ranks")
-    start, stop, _ = columns.indices(num_columns)
-    if num_groups > 1 and (start % size or (stop % size and stop != num_columns)):
-        raise _Stays(f"ranks divide its groups of {size} inputs")
-    if not fits(size, stop - start):
-        raise _Stays(f"the kernel does not read groups of {size} inputs")
-    numbers = weight.numbers[rows]
-    numbers = numbers[:, columns] if order is None else numbers[:, order]
-    groups = slice(start // size, -(-stop // size))
-    zeros = None if weight.zeros is None else weight.zeros[groups, rows]
-    return _Part(numbers, weight.scales[groups, rows], zeros, min(size, stop - start), order)
+def _part_of(weight: GroupedWeight, rows: slice, columns: slice) -> _Part:
+    """Cut a rank's part out of a layer. Raises _Stays: its groups are none that the kernel reads."""
+    packed = pack_columns(weight.groups[columns])
+    if packed is None:
+        raise _Stays("its groups have too few inputs for the kernel")
+    numbers = weight.numbers[rows, columns]
+    numbers = numbers if packed.order is None else numbers[:, packed.order]
+    zeros = None if weight.zeros is None else weight.zeros[:, rows]
+    if packed.is_padding is not None:  # which adds nothing
+        if zeros is not None and bool((zeros > _MAX_NUMBER).any()):
+            raise _Stays(f"its groups are unequal, and its zero points reach {_MAX_NUMBER + 1}")
+        numbers[:, packed.is_padding] = SYMMETRIC_ZERO if zeros is None else zeros[packed.padded_groups()].T
+    zeros = None if zeros is None else zeros[packed.groups]
+    return _Part(numbers, weight.scales[packed.groups, rows], zeros, packed.group_size, packed.order)

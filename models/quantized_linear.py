@@ -19,7 +19,7 @@ class Int4Linear:
     """4-bit weights in groups; inputs stay as they are. Computes what the dense weights compute."""
 
     def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, order: torch.Tensor | None) -> None:
-        """`order` (inputs,): which input each column of the weight takes, where the checkpoint ordered them."""
+        """`order` (columns,): which input each column of the weight takes, where they are not as they come."""
         self._weight = weight
         self._bias = bias
         self._order = order

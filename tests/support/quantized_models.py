@@ -1,4 +1,4 @@
-"""Quantized checkpoints of small models, and the dense ones that they stand for, written out number by number."""
+"""Quantized checkpoints of small models, and the dense ones that they stand for."""
 
 import json
 import shutil
@@ -37,13 +37,10 @@ def words_of(rows: list[list[int]], bits: int) -> torch.Tensor:
 
 def fp8(generator: torch.Generator, out: int, columns: int, scale: torch.Tensor, name: str) -> tuple[Tensors, Any]:
     weight = torch.randn(out, columns, generator=generator).to(torch.float8_e4m3fn)
-    dense = torch.empty(out, columns)
-    for i in range(out):
-        for j in range(columns):
-            at = scale if scale.numel() == 1 else scale[i // -(-out // scale.shape[0])]
-            at = at.reshape(-1)[j // -(-columns // at.numel())] if at.numel() > 1 else at
-            dense[i, j] = weight[i, j].float() * at.reshape(())
-    return {".weight": weight, name: scale}, dense
+    rows, places = (torch.arange(n) for n in (out, columns))
+    table = scale.reshape(1, 1) if scale.numel() == 1 else scale
+    at = table[rows[:, None] // -(-out // len(table)), places[None] // -(-columns // table.shape[1])]
+    return {".weight": weight, name: scale}, weight.float() * at
 
 
 def fp8_tensor(generator: torch.Generator, out: int, columns: int) -> tuple[Tensors, torch.Tensor]:
@@ -61,9 +58,7 @@ def fp8_block(generator: torch.Generator, out: int, columns: int) -> tuple[Tenso
 
 def packed_int4(generator: torch.Generator, out: int, columns: int) -> tuple[Tensors, torch.Tensor]:
     values, scale = numbers(generator, (out, columns), 16), scales(generator, out, columns // GROUP)
-    dense = torch.tensor(
-        [[(int(values[i, j]) - 8) * float(scale[i, j // GROUP]) for j in range(columns)] for i in range(out)]
-    )
+    dense = (values - 8) * scale[:, torch.arange(columns) // GROUP]
     shape = torch.tensor([out, columns])
     return {
         ".weight_packed": words_of(values.tolist(), 4), ".weight_scale": scale, ".weight_shape": shape,
@@ -76,12 +71,7 @@ def gptq_int4(generator: torch.Generator, out: int, columns: int) -> tuple[Tenso
     scale = scales(generator, groups, out)
     shared = torch.Generator().manual_seed(columns)  # by layers with a common input
     order = torch.randperm(columns, generator=shared) // GROUP  # as activations were important
-    dense = torch.tensor(
-        [
-            [(int(values[j, i]) - int(zeros[order[j], i]) - 1) * float(scale[order[j], i]) for j in range(columns)]
-            for i in range(out)
-        ]
-    )
+    dense = ((values - zeros[order] - 1) * scale[order]).T.contiguous()
     return {
         ".qweight": words_of(values.T.tolist(), 4).T.contiguous(), ".qzeros": words_of(zeros.tolist(), 4),
         ".scales": scale, ".g_idx": order.int(),
@@ -92,12 +82,8 @@ def awq_int4(generator: torch.Generator, out: int, columns: int) -> tuple[Tensor
     groups = columns // GROUP
     values, zeros = numbers(generator, (columns, out), 16), numbers(generator, (groups, out), 16)
     scale = scales(generator, groups, out)
-    dense = torch.tensor(
-        [
-            [(int(values[j, i]) - int(zeros[j // GROUP, i])) * float(scale[j // GROUP, i]) for j in range(columns)]
-            for i in range(out)
-        ]
-    )
+    order = torch.arange(columns) // GROUP
+    dense = ((values - zeros[order]) * scale[order]).T.contiguous()
 
     def in_order(rows: torch.Tensor) -> list[list[int]]:
         """AutoAWQ's: of each eight the even ones first."""
