@@ -15,6 +15,8 @@ from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import PeerGone, TransferCancelled, TransferError, Unauthenticated
 
 if TYPE_CHECKING:
+    import torch
+
     from pdkv.connectors.p2p.nccl import NcclGroup
 
 
@@ -33,11 +35,11 @@ class LinkEnd:
         """Whether the peer has neither closed it nor said something that nobody asked for."""
         return self.control.connection.is_open and (self.second is None or self.second.is_open)
 
-    def make_group(self, rank: int, make_s: float, timeout_s: float) -> None:
-        """Have the KV go over NCCL. Raises a TransferError: close the link."""
+    def make_group(self, rank: int, device: "torch.device", make_s: float) -> None:
+        """Have the KV of a pool on that device go over NCCL. Raises a TransferError: close the link."""
         from pdkv.connectors.p2p.nccl import NcclGroup
 
-        self.group = NcclGroup(self.control, rank, make_s, timeout_s)
+        self.group = NcclGroup(self.control, rank, device, make_s)
 
     def send_piece(self, job: Job, plan: MovePlan, pool: PiecePool, digests: PieceDigests | None) -> None:
         """Send a piece whose offer was accepted, and behind it its digests.

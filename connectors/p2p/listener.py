@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p.link import LinkEnd
@@ -20,6 +20,9 @@ from pdkv.connectors.p2p.wire import CHANNEL, NCCL, Control, Offer, Welcome, ref
 from pdkv.connectors.peer.auth import Hello, Party, Session
 from pdkv.connectors.peer.auth_listener import AuthListener
 from pdkv.errors import PdkvError, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class LinkLimits(NamedTuple):
     max_links: int
     idle_s: float  # a link without traffic closes after so long
     handshake_timeout_s: float
-    timeout_s: float  # of a message over NCCL
+    make_group_s: float  # to make an NCCL group
 
 
 class Link(LinkEnd):
@@ -51,6 +54,7 @@ class LinkListener:
     """Accepts links and serves each on a thread of its own.
 
     Args:
+        device: that the rank's pool is on.
         serve: handles one offer on a link; an error that it raises closes the link.
     """
 
@@ -60,12 +64,14 @@ class LinkListener:
         host: str,
         secret: bytes,
         limits: LinkLimits,
+        device: "torch.device",
         serve: Callable[[Link, Offer], None],
     ) -> None:
         """Raises OSError if the host's address cannot be listened on."""
         self._num_failed = 0  # links that broke the rules
         self._party = Party(config.engine, config.epoch, config.rank)
         self._limits = limits
+        self._device = device
         self._serve_offer = serve
         self._changed = threading.Condition()  # guards what follows
         self._links: set[Link] = set()
@@ -189,7 +195,7 @@ class LinkListener:
             self._find_room(link, timeout_s)
             link.control.send(Welcome(link.token), timeout_s)
             if hello.purpose == NCCL:
-                link.make_group(1, timeout_s, self._limits.timeout_s)
+                link.make_group(1, self._device, self._limits.make_group_s)
         except PdkvError as error:
             self._refuse(link, error)
             return False

@@ -1,8 +1,14 @@
 """Pieces between two distinct GPUs: over an NCCL group of two, which its ends make by way of the link.
 
-NCCL takes two ranks on one GPU for a mistake: these exchange KV over the link's sockets.
+NCCL takes two ranks on one GPU for a mistake: these exchange KV over the link's sockets (`why_not_nccl`).
+
+An end has a stream of its own. It gathers there what is sent, and scatters what has come; NCCL itself orders a message
+behind what that stream had been given, and the stream behind the message. No wait of CUDA's has a deadline, so events
+are looked at. torch's watchdog would answer a late message, or a lost peer, by ending the process: it is kept quiet.
 """
 
+import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,25 +21,35 @@ import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
 from pdkv.connectors.p2p.wire import Control, Put
+from pdkv.connectors.transfer.units import COPY_TIMEOUT_S
 from pdkv.errors import PeerGone, TransferError, TransferTimeout
+from pdkv.kernels.streams import streams_of
 
 if TYPE_CHECKING:
     from pdkv.connectors.p2p.pieces import MovePlan
     from pdkv.connectors.transfer.planning import Ids
     from pdkv.connectors.transfer.units import UnitPool
 
+logger = logging.getLogger(__name__)
+
 MAX_POSTED = 4
 """Batches that are under way at a time, each in device memory of its own."""
 
-_LOOK_S = 1e-4
+LOOK_S = 0.2
+"""Who waits for a message looks so often whether it is still wanted, and its peer still there."""
+
+_NO_WATCHDOG = timedelta(days=1)
 
 
-def make_nccl(store: Store, rank: int, timeout: timedelta) -> Any:
-    """torch.distributed's group of two ranks, of which this is one. Raises RuntimeError."""
+def make_nccl(store: Store, rank: int, device: torch.device) -> Any:
+    """torch.distributed's group of two ranks, of which this is one, with its communicator. Raises RuntimeError."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # 3, the default, ends the process for a lost peer
     nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timeout
-    return nccl(store, rank, 2, options)
+    options._timeout = _NO_WATCHDOG
+    group = nccl(store, rank, 2, options)
+    group.eager_connect_single_device(device)  # now, while the link is there for it alone
+    return group
 
 
 class NcclGroup:
@@ -41,85 +57,138 @@ class NcclGroup:
 
     Args:
         rank: 0 for the end that dialed.
-        make_s, timeout_s: so long the group may take to be made, and a message to arrive.
+        device: that this end's pool is on.
+        make_s: so long the group may take to be made.
 
     Raises:
         TransferTimeout: the other end does not come.
         PeerGone: it left.
     """
 
-    def __init__(self, control: Control, rank: int, make_s: float, timeout_s: float) -> None:
+    def __init__(self, control: Control, rank: int, device: torch.device, make_s: float) -> None:
         self._peer = 1 - rank
         self._control = control
         self._posted: deque[tuple[Any, torch.Tensor, Ids]] = deque()
-        store = _LinkStore(control, monotonic() + make_s)
-        try:
-            self._backend: Any = make_nccl(store, rank, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise store.failure or _typed(error, make_s) from error
+        streams = streams_of(device)
+        self._stream, self._done = streams.make_stream(), streams.make_event()
+        self._backend: Any = _Making(_LinkStore(control, monotonic() + make_s), rank, device).wait(make_s)
 
     def send_piece(self, plan: "MovePlan", units: "UnitPool", remaining_s: Callable[[], float]) -> None:
-        """Send a piece. Raises a TransferError: close the group."""
-        for ids in plan.batches():
-            table, rows = _table_of(plan, units, ids)
-            self._post(self._backend.send, table.index_select(0, rows), ids)
-            if len(self._posted) == MAX_POSTED:
-                self._wait(remaining_s())
-        while self._posted:
-            self._wait(remaining_s())
+        """Send a piece that is in its blocks, and return when it has left them. Raises a TransferError: close."""
+        assert plan.part is not None, "between GPUs all goes as units"
+        with self._stream.on():
+            for ids in plan.batches():
+                self._post(self._backend.send, units.gather_images(ids, plan.part), ids)
+                if len(self._posted) == MAX_POSTED:
+                    self._wait(remaining_s)
+            while self._posted:
+                self._wait(remaining_s)
 
     def receive_piece(self, plan: "MovePlan", units: "UnitPool", remaining_s: Callable[[], float]) -> None:
-        """Receive a piece. Raises a TransferError: close the group."""
-
-        def land() -> None:
-            image, ids = self._wait(remaining_s())
-            table, rows = _table_of(plan, units, ids)
-            table.index_copy_(0, rows, image)
-
-        for ids in plan.batches():
-            table, rows = _table_of(plan, units, ids)
-            self._post(self._backend.recv, table.new_empty(rows.numel(), table.shape[1]), ids)
-            if len(self._posted) == MAX_POSTED:
-                land()
-        while self._posted:
-            land()
-        if units.kv_cache.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        """Receive a piece, and return when it is in its blocks. Raises a TransferError: close."""
+        part = plan.part
+        assert part is not None, "between GPUs all goes as units"
+        with self._stream.on():
+            for ids in plan.batches():
+                self._post(self._backend.recv, units.new_images(ids, part), ids)
+                if len(self._posted) == MAX_POSTED:
+                    units.scatter_images(*self._wait(remaining_s), part)
+            while self._posted:
+                units.scatter_images(*self._wait(remaining_s), part)
+            self._reach(remaining_s)
 
     def interrupt(self) -> None:
         """By any thread: who waits here wakes up. NCCL takes its time, so a thread of its own does it."""
         backend = self._backend
         if backend is not None:
-            threading.Thread(target=backend.abort, name="pdkv-p2p-abort", daemon=True).start()
+            threading.Thread(target=_abort, args=(backend,), name="pdkv-p2p-abort", daemon=True).start()
 
     def close(self) -> None:
-        """Tear the group down: nothing lands, and nothing that is posted is read any more. Idempotent."""
+        """Tear the group down: nothing lands, and nothing that is posted is read any more. Idempotent.
+
+        Raises:
+            TransferTimeout: the device still has copies of it to make. Whose blocks they are about may not have them
+                back.
+        """
         backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.abort()
+        if backend is None:
+            return
+        _abort(backend)
+        with self._stream.on():
+            self._done.record()
+        self._done.synchronize(COPY_TIMEOUT_S)
         self._posted.clear()
 
-    def _post(self, operation: Any, tensor: "torch.Tensor", ids: "Ids") -> None:
+    def _post(self, operation: Any, images: "torch.Tensor", ids: "Ids") -> None:
         try:
-            work = operation([tensor], self._peer, 0)
+            work = operation([images.view(-1).view(torch.uint8)], self._peer, 0)
         except RuntimeError as error:
             raise PeerGone(f"the group is broken: {error}") from error
-        self._posted.append((work, tensor, ids))
+        self._posted.append((work, images, ids))
 
-    def _wait(self, timeout_s: float) -> tuple["torch.Tensor", "Ids"]:
-        """Wait for the oldest message. CUDA has no wait with a deadline: it is looked at."""
-        work, tensor, ids = self._posted.popleft()
-        deadline, pause = monotonic() + timeout_s, threading.Event()
+    def _wait(self, remaining_s: Callable[[], float]) -> tuple["Ids", "torch.Tensor"]:
+        """Return when the oldest message is through."""
+        work, images, ids = self._posted[0]  # where it stays until then
         try:
-            work.wait(timedelta(seconds=timeout_s))
-            event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+            work.wait()  # of NCCL: what this stream is given from now on comes behind the message
         except RuntimeError as error:
-            raise _typed(error, timeout_s) from error
-        while event is not None and not event.query():
-            if monotonic() >= deadline:
-                raise TransferTimeout(f"a message is not through after {timeout_s:g} s")
-            pause.wait(_LOOK_S)
-        return tensor, ids
+            raise PeerGone(f"the group is broken: {error}") from error
+        self._reach(remaining_s)
+        self._posted.popleft()
+        return ids, images
+
+    def _reach(self, remaining_s: Callable[[], float]) -> None:
+        """Return when the stream has done all that it was given."""
+        self._done.record()
+        while True:
+            left_s = remaining_s()
+            try:
+                self._done.synchronize(min(left_s, LOOK_S))
+            except TransferTimeout:
+                if self._control.connection.has_left:
+                    raise PeerGone("the other end of a group has left") from None
+                if left_s <= LOOK_S:
+                    raise
+            else:
+                return
+
+
+class _Making:
+    """A group while it is made, on a thread of its own: NCCL waits for the other end without a deadline."""
+
+    def __init__(self, store: "_LinkStore", rank: int, device: torch.device) -> None:
+        self._store = store
+        self._lock = threading.Lock()  # guards the next two
+        self._backend: Any = None
+        self._is_given_up = False
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, args=(rank, device), name="pdkv-p2p-nccl", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> Any:
+        """The group. Raises TransferTimeout, PeerGone."""
+        has_ended = self._ended.wait(timeout_s)
+        with self._lock:
+            if self._backend is not None:
+                return self._backend
+            self._is_given_up = True
+        if not has_ended:
+            raise TransferTimeout(f"no group between two GPUs after {timeout_s:g} s")
+        raise self._store.failure or PeerGone(f"no group between two GPUs: {self._error}") from self._error
+
+    def _run(self, rank: int, device: torch.device) -> None:
+        try:
+            streams_of(device).use()
+            backend = make_nccl(self._store, rank, device)
+        except Exception as error:  # whatever it was, `wait` says so
+            self._error = error
+        else:
+            with self._lock:
+                if self._is_given_up:
+                    _abort(backend)
+                else:
+                    self._backend = backend
+        self._ended.set()
 
 
 class _LinkStore(Store):
@@ -166,17 +235,9 @@ class _LinkStore(Store):
         """The link's own deadline counts."""
 
 
-def _table_of(plan: "MovePlan", units: "UnitPool", ids: "Ids") -> tuple["torch.Tensor", "torch.Tensor"]:
-    """The pool as a table of rows, and the numbers of the rows that a batch consists of."""
-    assert plan.part is not None, "between GPUs all goes as units"
-    row_bytes, rows = units.row_ids(ids, plan.part)
-    cache = units.kv_cache
-    return cache.view(-1).view(torch.uint8).view(-1, row_bytes), torch.from_numpy(rows).to(cache.device)
-
-
-def _typed(error: Exception, timeout_s: float) -> TransferError:
-    """torch.distributed's error, which tells a timeout by its words only."""
-    text = str(error)
-    if "imed out" in text or "imeout" in text:
-        return TransferTimeout(f"the other end of a group did not come within {timeout_s:g} s")
-    return PeerGone(f"the group is broken: {text}")
+def _abort(backend: Any) -> None:
+    """End a group at once, whatever it still does."""
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        logger.warning("a group between two GPUs does not end: %s", error)

@@ -1,5 +1,6 @@
 """A lane's link to one rank of a peer: made when it is needed, made again when it is gone."""
 
+import logging
 import threading
 import time
 
@@ -8,11 +9,13 @@ from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers
 from pdkv.connectors.p2p.pieces import MovePlan, PiecePool, plan_sending
 from pdkv.connectors.p2p.sockets import connect
-from pdkv.connectors.p2p.wire import NCCL, Accepted, Address, Control, Welcome
+from pdkv.connectors.p2p.wire import NCCL, Accepted, Address, Control, Welcome, why_not_nccl
 from pdkv.connectors.peer.auth import Party
 from pdkv.connectors.peer.push_worker import PushPiece
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import PeerGone, TransferError, TransferTimeout, Unauthenticated
+
+logger = logging.getLogger(__name__)
 
 DIAL_PAUSES_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, None)
 """Before a connection that ended during the greeting is made again."""
@@ -46,7 +49,7 @@ class Outbound:
         plan = plan_sending(piece, pool, self._options.timeout_s, in_blocks=address.in_blocks)
         is_large = plan.offer.num_bytes >= SECOND_SOCKET_BYTES
         for number in range(MAX_OFFERS):
-            link = self._take_link(job, piece, address)
+            link = self._take_link(job, piece, address, pool)
             try:
                 if is_large and link.group is None and not link.control.connection.is_unix:
                     if link.second is None:
@@ -78,16 +81,23 @@ class Outbound:
             self._link.close()
         self._link = None
 
-    def _take_link(self, job: Job, piece: PushPiece, address: Address) -> LinkEnd:
+    def _take_link(self, job: Job, piece: PushPiece, address: Address, pool: PiecePool) -> LinkEnd:
         """The link, made where there is none. Raises a TransferError: it cannot be had, or is refused."""
         if self._link is not None and self._link.is_open:
             return self._link
         self.close()
-        over_nccl = bool(self._own.gpu and address.gpu and self._own.gpu != address.gpu)
+        over_nccl = not (reason := why_not_nccl(self._own, address))
         control, welcome = self._dial(job, piece, address, NCCL if over_nccl else "")
         self._link = link = LinkEnd(control, welcome.token)
         if over_nccl:
-            link.make_group(0, self._options.handshake_timeout_s, self._options.timeout_s)
+            try:
+                link.make_group(0, pool.device, job.remaining_s())
+            except BaseException:
+                self.close()
+                raise
+        elif not pool.on_host:
+            who = (piece.card.engine, piece.heads.peer_rank)
+            logger.info("KV for engine %s rank %d goes through host memory: %s", *who, reason)
         self.num_groups += 1
         return link
 

@@ -20,6 +20,7 @@ from pdkv.connectors.transfer.planning import Bytes, Ids, run_starts
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import TransferError
 from pdkv.kernels import stream
+from pdkv.kernels.streams import streams_of
 from pdkv.wire.messages import KVLayout
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class PiecePool:
     def __init__(self, kv_cache: "torch.Tensor", layout: KVLayout) -> None:
         self.layout = layout
         self.units = UnitPool(kv_cache)
+        self.device = kv_cache.device
         self.on_host = self.units.on_cpu
         self._num_blocks = len(kv_cache)
         self._flat = self.units.flat
@@ -84,10 +86,8 @@ class PiecePool:
         """What one end of a link keeps for itself: pinned memory for KV on a GPU."""
         if self.on_host:
             return None
-        import torch
-
         size = max(STAGED_BYTES, self.units.unit_bytes(self.units.whole))
-        buffer: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        buffer: Bytes = streams_of(self.device).make_pinned(size).numpy()
         return buffer
 
     def outgoing(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Rows:

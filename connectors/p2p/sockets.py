@@ -119,6 +119,13 @@ class Connection:
         found.register(self.socket, select.POLLIN)
         return not found.poll(0)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the peer has closed the connection, whatever it said before."""
+        found = select.poll()
+        found.register(self.socket, select.POLLRDHUP)
+        return bool(found.poll(0))
+
     def pipe(self) -> tuple[int, int]:
         """A pipe through which memory goes to a unix socket without a copy; NO_PIPE where that cannot be."""
         if self._pipe is None:

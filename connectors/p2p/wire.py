@@ -67,6 +67,15 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return f"Address({self.unix_name!r}, {self.host!r}, {self.port}, secret not shown)"
 
 
+def why_not_nccl(own: Address, peer: Address) -> str:
+    """Why KV does not go over NCCL between two ranks; "": it does."""
+    if not (own.gpu and peer.gpu):
+        return "not both of them keep KV on a GPU and have NCCL"
+    if own.gpu == peer.gpu:
+        return f"both keep KV on GPU {own.gpu}, and NCCL refuses two ranks on one GPU"
+    return ""
+
+
 class _Version(msgspec.Struct, array_like=True):
     frames: int
 

@@ -68,7 +68,7 @@ class P2PWorker(PushWorker):
             use_huge_pages(kv_cache.data_ptr(), kv_cache.nbytes)
         self._pool = PiecePool(kv_cache, self.config.layout)
         limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s, options.timeout_s)
-        self.listener = LinkListener(self.config, options.host, self._secret, limits, self._take)
+        self.listener = LinkListener(self.config, options.host, self._secret, limits, kv_cache.device, self._take)
         self._address = Address(
             FRAMES_VERSION, host_id(), self.listener.unix_name, options.host, self.listener.port, self._secret,
             self._pool.on_host, _gpu_of(kv_cache),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.step_done import StepDone
+from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids
 from pdkv.kernels.streams import Event, Stream, streams_of
 
@@ -151,6 +151,43 @@ class UnitPool:
         rows = self._rows(part)
         self.flat.reshape(-1, rows.row_bytes)[self._row_ids(units, rows)] = source.reshape(-1, rows.row_bytes)
 
+    def gather_images(
+        self, units: Ids, part: UnitPart, after: StepDone = ON_HOST, timeout_s: float = 0.0
+    ) -> "torch.Tensor":
+        """Queue a copy of units out of a pool on a device, on the current stream and behind `after`.
+
+        Returns:
+            (units, layers, 2, heads, HASH_BLOCK_SIZE, head_size), on the device.
+
+        Raises:
+            TransferTimeout: that step's kernels were not even queued within that time.
+        """
+        import torch
+
+        from pdkv.kernels.kv_copy import gather_blocks
+
+        # What is uploaded comes before the wait: the host would wait for that copy, and so for the step.
+        unit_ids = torch.from_numpy(units).to(self.kv_cache.device)
+        after.wait_on_stream(timeout_s)
+        images = self.new_images(units, part)
+        gather_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
+        return images
+
+    def new_images(self, units: Ids, part: UnitPart) -> "torch.Tensor":
+        """Memory for what `gather_images` returns, of the current stream."""
+        import torch
+
+        return torch.empty(self._image_shape(units, part), dtype=self.kv_cache.dtype, device=self.kv_cache.device)
+
+    def scatter_images(self, units: Ids, images: "torch.Tensor", part: UnitPart) -> None:
+        """Queue a copy of such images into a pool on a device, on the current stream."""
+        import torch
+
+        from pdkv.kernels.kv_copy import scatter_blocks
+
+        unit_ids = torch.from_numpy(units).to(self.kv_cache.device)
+        scatter_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
+
     def row_ids(self, units: Ids, part: UnitPart) -> tuple[int, Ids]:
         """A part of units as rows of the flat pool: (bytes of a row, numbers of the rows in the images' order)."""
         rows = self._rows(part)
@@ -208,16 +245,9 @@ class UnitPool:
     def _gather_from_device(self, units: Ids, part: UnitPart, out: Bytes, after: StepDone, timeout_s: float) -> None:
         import torch
 
-        from pdkv.kernels.kv_copy import gather_blocks
-
         copies = self._copies()
         with copies.stream.on():
-            # What is uploaded comes before the wait: the host would wait for that copy, and so for the step.
-            unit_ids = torch.from_numpy(units).to(self.kv_cache.device)
-            after.wait_on_stream(timeout_s)
-            shape = self._image_shape(units, part)
-            images = torch.empty(shape, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
-            gather_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
+            images = self.gather_images(units, part, after, timeout_s)
             after.wait(timeout_s)  # who gives up leaves no copy behind that `out` is still to get
             torch.from_numpy(out).copy_(images.view(-1).view(torch.uint8), non_blocking=True)
             copies.done.record()
@@ -226,14 +256,10 @@ class UnitPool:
     def _scatter_to_device(self, units: Ids, part: UnitPart, source: Bytes) -> None:
         import torch
 
-        from pdkv.kernels.kv_copy import scatter_blocks
-
         copies = self._copies()
         with copies.stream.on():
             images = torch.from_numpy(source).to(self.kv_cache.device, non_blocking=True).view(self.kv_cache.dtype)
-            unit_ids = torch.from_numpy(units).to(self.kv_cache.device)
-            images = images.view(self._image_shape(units, part))
-            scatter_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
+            self.scatter_images(units, images.view(self._image_shape(units, part)), part)
             copies.done.record()
         copies.done.synchronize(COPY_TIMEOUT_S)
 

@@ -6,11 +6,11 @@ test_step_done.py shows; in a load it is missed, as here.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from digests_in_torch import use_digests_in_torch
 from nixl_engines import Engine as NixlEngine
 from nixl_engines import awaiting, closing
 from nixl_rig import needs_nixl
@@ -23,7 +23,7 @@ from pdkv.connectors.peer.source_digests import DigestOrder, SourceDigests
 from pdkv.connectors.step_done import StepDone, make_step_done
 from pdkv.connectors.transfer.digest import PoolDigests
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
-from pdkv.kernels import digest_triton, streams
+from pdkv.kernels import streams
 from pdkv.kernels.digest import Digests
 
 HOST = streams.HOST
@@ -39,24 +39,9 @@ def queued_step(recorded: RecordedStreams) -> StepDone:
     return step
 
 
-def digests_in_torch(words: Any, offsets: Any, sizes: Any, seeds: Any, strides: tuple[int, int]) -> Any:
-    """Stands for the Triton kernel: other digests, by operations that a recorded device queues."""
-    sides, heads = seeds.shape
-    width = int(sizes.max())
-    places = (
-        offsets.numpy()[:, None, None, None]
-        + np.arange(sides)[None, :, None, None] * strides[0]
-        + np.arange(heads)[None, None, :, None] * strides[1]
-        + np.arange(width)
-    )
-    used = torch.from_numpy(np.arange(width) < sizes.numpy()[:, None])[:, None, None]
-    read = words[torch.from_numpy(places)]
-    return (read * used * (seeds[None, :, :, None] | 1)).sum(dim=(1, 3))
-
-
 @pytest.fixture(autouse=True)
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_triton, "digests_triton", digests_in_torch)
+    use_digests_in_torch(monkeypatch)
 
 
 @contextlib.contextmanager
