@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.gpu import overlap
 from benchmarks.load import Workload, measure
 from benchmarks.models import find_model
 from benchmarks.report import Claim
@@ -16,7 +17,7 @@ CONNECTORS = ("nixl",)
 
 
 def run(device: str, smoke: bool) -> Iterator[Claim]:
-    """Two claims for each connector that reaches KV on the device."""
+    """Two claims for each connector that reaches KV on the device, and one about what leaves it under compute."""
     num_tokens, num_requests = (64, 8), 4
     if not smoke:
         num_tokens, num_requests = (INPUT_LEN, OUTPUT_LEN), 64
@@ -29,6 +30,7 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
                 pdkv(model, prefill=0, decode=1, options=options) as aggregated,
             ):
                 yield from _compare(connector, pd, aggregated, num_tokens, num_requests)
+    yield from overlap.run(device, smoke)
 
 
 def _shares(device: str, num_engines: int) -> list[str]:
