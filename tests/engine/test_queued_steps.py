@@ -11,8 +11,12 @@ import pytest
 import torch
 from deployments import link_text_model
 from recorded_streams import RecordedStreams, check_every_call, use_recorded
+from tape import TapeRecorder
+from twin_device import TwinDevice
 
 from pdkv import LLM, SamplingParams
+from pdkv.engine import runner as runner_module
+from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import allocate_pool, make_layout
 from pdkv.engine.pending import DoneStep, PendingStep
@@ -23,40 +27,12 @@ from pdkv.engine.sampling import logprobs, sampler
 from pdkv.errors import RankTimeout
 from pdkv.grammar.spec import StructuredOutputs
 from pdkv.kernels import streams
-from pdkv.kernels.streams import Event, HostStreams
+from pdkv.kernels.streams import HostStreams
 from pdkv.models.config import load_model_config
 from pdkv.models.loader import load_decoder
 from pdkv.wire.messages import KVLayout
 
 MAX_LEN, NUM_BLOCKS, MAX_SEQS = 128, 24, 12
-
-
-class _Late(Event):
-    """Comes when somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.has_come = True
-
-    def record(self) -> None:
-        self.has_come = False
-
-    def wait(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return self.has_come
-
-    def synchronize(self, timeout_s: float) -> None:
-        self.has_come = True
-
-
-class Twin(HostStreams):
-    """A device over the CPU's memory. Its tokens stay with it, and it has ended no step before somebody waits."""
-
-    is_host = False
-
-    def make_event(self, *, timed: bool = False) -> Event:
-        return _Late()
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +119,7 @@ def make_runner(model: Path) -> ModelRunner:
 @pytest.fixture
 def runner(model: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """Over the twin."""
-    monkeypatch.setattr(streams, "HOST", Twin())
+    monkeypatch.setattr(streams, "HOST", TwinDevice())
     return make_runner(model)
 
 
@@ -267,15 +243,15 @@ VOCAB = 50
 class Chain:
     """A model whose next token is a function of the last one and its position, by torch's operations alone."""
 
-    num_heads, device, dtype = 1, torch.device("cpu"), torch.float32
-    config = SimpleNamespace(num_layers=1, windows=None, vocab_size=VOCAB, eos_token_ids=[])
+    num_heads, device, dtype = 1, torch.device("cpu"), torch.int64
+    config = SimpleNamespace(num_layers=1, windows=None, vocab_size=VOCAB, hidden_size=1, eos_token_ids=[])
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Any, rows: torch.Tensor | None) -> Any:
-        hidden = (token_ids * 7 + positions * 3 + 1) % VOCAB
+        hidden = ((token_ids * 7 + positions * 3 + 1) % VOCAB).unsqueeze(1)
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (torch.arange(VOCAB) == hidden.unsqueeze(1)).float()
+        return (torch.arange(VOCAB) == hidden).float()
 
     @staticmethod
     def output(prompt: list[int], count: int) -> list[int]:
@@ -292,17 +268,31 @@ def chain_runner(**options: Any) -> ModelRunner:
     return ModelRunner(model, pool, layout, max_num_seqs=4, max_model_len=MAX_LEN, **options)
 
 
-def run_chain(runner: ModelRunner, num_steps: int, *, keeps_up: bool) -> list[list[int]]:
-    """What two requests draw, and what logprobs say is the first one's likeliest token, which it draws.
+NUM_STEPS = 6
+
+
+def run_chain(runner: ModelRunner, *, keeps_up: bool) -> list[list[int]]:
+    """What two requests draw, the second of which joins in step 2; and what logprobs say is the first one's likeliest.
 
     `keeps_up`: each step is read before the next is launched.
     """
-    requests = [new("a", [3, 4], 0), new("b", [9], 4, logprobs=None)]
-    plans = [StepPlan(0, requests, [share("a", 0, 2), share("b", 0, 1)], [])]
-    plans += [StepPlan(i, [], [share("a", 1 + i, 1), share("b", i, 1)], []) for i in range(1, num_steps)]
+    first, second = new("a", [3, 4], 0), new("b", [9, 5], 4, logprobs=None)
+    plans = [
+        StepPlan(0, [first], [share("a", 0, 2)], []),
+        StepPlan(1, [], [share("a", 2, 1)], []),
+        StepPlan(2, [second], [share("a", 3, 1), share("b", 0, 2)], []),
+        *(StepPlan(i, [], [share("a", 1 + i, 1), share("b", i - 1, 1)], []) for i in range(3, NUM_STEPS)),
+    ]
     found = [runner.execute(plan) for plan in plans] if keeps_up else outputs(runner, plans)
     likeliest = [entry.top[0][0] for output in found for entry in output.sampled["a", 0].logprobs or ()]
-    return [*([token for output in found for token in tokens(output, name)] for name in "ab"), likeliest]
+    return [
+        [token for output in found for token in tokens(output, "a")],
+        [token for output in found[2:] for token in tokens(output, "b")],
+        likeliest,
+    ]
+
+
+EXPECTED = [Chain.output([3, 4], NUM_STEPS), Chain.output([9, 5], NUM_STEPS - 2), Chain.output([3, 4], NUM_STEPS)]
 
 
 def use_device_s_operations(patch: pytest.MonkeyPatch) -> None:
@@ -311,22 +301,43 @@ def use_device_s_operations(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(logprobs, "largest", lambda values, count: values.topk(count, dim=-1).values)
 
 
+def num_waits(device: RecordedStreams) -> int:
+    """Of the host."""
+    return device.num_syncs + sum(call.kind == "synchronize" for call in device.calls)
+
+
 @pytest.mark.parametrize("keeps_up", [False, True])
 def test_a_step_is_one_wait_and_nothing_is_read_before_it(monkeypatch: pytest.MonkeyPatch, keeps_up: bool) -> None:
     """Without any one of these records and waits the host reads what is not there yet."""
     use_device_s_operations(monkeypatch)
-    num_steps = 4
-    expected = Chain.output([3, 4], num_steps)
 
     def scenario(device: RecordedStreams) -> bool:
         with device.compute.on(), torch.inference_mode():
-            found = run_chain(chain_runner(), num_steps, keeps_up=keeps_up)
-        assert device.num_syncs == 0
-        waits = [call for call in device.calls if call.kind == "synchronize"]
-        assert len(waits) == num_steps
-        return found == [expected, Chain.output([9], num_steps), expected]
+            found = run_chain(chain_runner(), keeps_up=keeps_up)
+        assert num_waits(device) == NUM_STEPS
+        return found == EXPECTED
 
     check_every_call(scenario)
+
+
+@pytest.mark.parametrize("keeps_up", [False, True])
+def test_so_it_is_with_graphs(monkeypatch: pytest.MonkeyPatch, keeps_up: bool) -> None:
+    """Replays read inputs at one place, and write hidden states to one place, which each step overwrites."""
+    use_device_s_operations(monkeypatch)
+    monkeypatch.setattr(runner_module, "make_backend", CudaAttention)
+
+    def scenario(device: RecordedStreams) -> bool:
+        recorder = TapeRecorder()
+        with device.compute.on(), torch.inference_mode():
+            runner = chain_runner(decode_sizes=(1, 4))
+            runner.warm_up_decodes(recorder)
+            assert num_waits(device) == 0
+            found = run_chain(runner, keeps_up=keeps_up)
+        assert recorder.num_replays == NUM_STEPS - 2  # but for those with prompts
+        assert num_waits(device) == NUM_STEPS
+        return found == EXPECTED
+
+    check_every_call(scenario, but=[("record", "StepBuffers.load")])  # of hosts further ahead: test_step_buffers.py
 
 
 def test_a_device_that_hangs_is_an_error_with_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
