@@ -1,7 +1,10 @@
 """One decode step of a runner, taken again and again."""
 
+from collections.abc import Sequence
+
 import torch
 
+from pdkv.engine.graphs import Recorder
 from pdkv.engine.kv_cache import allocate_pool, make_layout
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
 from pdkv.engine.runner import ModelRunner
@@ -14,18 +17,41 @@ BLOCK_SIZE = 16
 class RepeatedStep:
     """A runner whose `sequences` requests of `context` tokens each draw the same token whenever it is called."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, sequences: int, context: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        sequences: int,
+        context: int,
+        *,
+        decode_sizes: Sequence[int] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`decode_sizes` and `recorder` of the runner."""
         layout = make_layout(model.config, block_size=BLOCK_SIZE, dtype=str(dtype).removeprefix("torch."))
         self.bytes_per_token = layout.block_bytes * layout.num_groups // BLOCK_SIZE
         blocks = -(-context // BLOCK_SIZE)
         pool = allocate_pool(layout, sequences * blocks, model.device)
-        self._runner = ModelRunner(model, pool, layout, max_num_seqs=sequences, max_model_len=context)
+        self._runner = ModelRunner(
+            model, pool, layout, max_num_seqs=sequences, max_model_len=context, decode_sizes=decode_sizes
+        )
+        self._runner.warm_up_decodes(recorder)
         params = SamplingParams(temperature=0.0, ignore_eos=True)
         tables = [[list(range(i * blocks, (i + 1) * blocks))] * layout.num_groups for i in range(sequences)]
         prompt, output = [7] * (context - 4), [5, 6]
         new = [NewRequest(("step", i), 0, prompt, output, params, tables[i]) for i in range(sequences)]
-        self._decodes = [ScheduledRequest(request.key, context - 2, 1, [], True) for request in new]
-        self._runner.execute(StepPlan(0, new, self._decodes, []))
+        decodes = [ScheduledRequest(request.key, context - 2, 1, [], True) for request in new]
+        self._runner.execute(StepPlan(0, new, decodes, []))
+        self._plan = StepPlan(1, [], decodes, [])
 
     def __call__(self) -> None:
-        self._runner.execute(StepPlan(1, [], self._decodes, []))
+        self._runner.execute(self._plan)
+
+    def run(self, count: int) -> None:
+        """So many steps, each launched before the one in front of it is read, as an engine's loop does on a device."""
+        step = self._runner.launch(self._plan)
+        for _ in range(count - 1):
+            behind = self._runner.launch(self._plan)
+            step.finish()
+            step = behind
+        step.finish()

@@ -1,10 +1,11 @@
-"""A model of Llama 3.1 8B's shape, random, in bfloat16: a decode step, of the time in which its bytes can be read; and
-tokens a second, of those of transformers.
+"""A model of Llama 3.1 8B's shape, random, in bfloat16: a decode step, of the time in which its bytes can be read;
+tokens a second, of those of transformers; and how long the device waits for its host between two steps.
 """
 
 import json
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ from benchmarks.gpu.against_transformers import speed
 from benchmarks.gpu.kernels import FULL, SMOKE, Bench
 from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim
-from benchmarks.turns import in_turns
+from benchmarks.turns import Times, in_turns
+from pdkv.engine.graphs import decode_sizes, make_recorder
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.decoder import Decoder
 from pdkv.models.loader import build_decoder
@@ -37,9 +39,12 @@ class Case(NamedTuple):
     sequences: int
     context: int  # tokens of each
     limit: float  # least share of a copy's bandwidth
+    num_steps: int = 20  # in a row
 
 
 CASES = (Case(1, 1024, 0.85), Case(64, 1024, 0.75))
+
+ROUNDS = 5
 
 
 class RandomWeights:
@@ -59,7 +64,7 @@ class RandomWeights:
 
 
 def run(device: str, smoke: bool) -> Iterator[Claim]:
-    """One claim for each number of sequences, and one beside transformers."""
+    """One claim for each number of sequences, one beside transformers, and one for each batch of an engine."""
     where, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
     copied = Bench(where, dtype, SMOKE if smoke else FULL, 1 if smoke else 10).copy_yardstick()
     config = _config(SHAPE | TINY if smoke else SHAPE)
@@ -68,16 +73,20 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     embedding = config.vocab_size * config.hidden_size * dtype.itemsize  # of which a step reads a row per token
     num_bytes = weights.num_bytes - embedding
     for case in CASES:
-        yield _claim(case._replace(context=64) if smoke else case, model, dtype, num_bytes, copied.rate)
+        one = case._replace(context=64, num_steps=2) if smoke else case
+        yield _claim(one, model, dtype, num_bytes, copied.rate)
     del model, weights  # the next one needs their memory
     yield from speed(device, smoke)
 
 
 def _claim(case: Case, model: Decoder, dtype: torch.dtype, num_bytes: int, rate: float) -> Claim:
     """`num_bytes` of weights; `rate`: GB/s that a copy reads and writes."""
-    step = RepeatedStep(model, dtype, case.sequences, case.context)
+    sizes = decode_sizes(case.sequences)
+    recorder = make_recorder(model.device, enforce_eager=False, num_ranks=1)
+    step = RepeatedStep(model, dtype, case.sequences, case.context, decode_sizes=sizes, recorder=recorder)
     kv_bytes = case.sequences * case.context * step.bytes_per_token
-    took = in_turns({"step": step}, 20)["step"]
+    steps = in_turns({"": partial(step.run, case.num_steps)}, ROUNDS)[""]
+    took = Times(*(milliseconds / case.num_steps for milliseconds in steps))
     bound_ms = (num_bytes + kv_bytes) / (rate * 1e6)
     figures = took.figures("step") | {"bound ms": bound_ms, "weights GB": num_bytes / 1e9, "KV GB": kv_bytes / 1e9}
     name = f"8B shape, {case.sequences} x {case.context}: bandwidth / a copy's"

@@ -1,8 +1,9 @@
-"""Greedy tokens in float32 on the GPU: those of the CPU, wherever the choice is not a matter of rounding; and logprobs
-in bfloat16: those of transformers on the same device.
+"""Greedy tokens in float32 on the GPU: those of the CPU, wherever the choice is not a matter of rounding, and those of
+steps in turn without graphs; and logprobs in bfloat16: those of transformers on the same device.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ _TEXT = "In a serving system the first token waits for the prompt, and every fur
 
 
 def run(device: str, smoke: bool) -> Iterator[Claim]:
-    """The share of prompts whose tokens differ where they must not; the largest difference between logprobs."""
+    """The shares of prompts whose tokens differ where they must not; the largest difference between logprobs."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     prompts = [(_TEXT * 12)[: 17 * (i + 1)] for i in range(4 if smoke else 32)]
     expected, found = (_generate(where, prompts) for where in ("cpu", device))
@@ -30,14 +31,20 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     yield Claim(
         f"float32, {device} against cpu: prompts with another token", wrong / len(prompts), 0.0, "lower", figures
     )
+    in_turn = _generate(device, prompts, enforce_eager=True, max_steps_ahead=0)
+    wrong = sum(
+        one.outputs[0].token_ids != other.outputs[0].token_ids for one, other in zip(found, in_turn, strict=True)
+    )
+    name = "float32, steps ahead and graphs against eager ones in turn: prompts with another token"
+    yield Claim(name, wrong / len(prompts), 0.0, "lower", {"prompts": len(prompts), "differ": wrong})
     token_ids = [result.prompt_token_ids for result in expected]
     worst = largest_difference(device, DEFAULT_MODEL, token_ids, NUM_TOKENS)
     yield Claim("bfloat16 against transformers: largest difference of logprobs", worst, MAX_DIFFERENCE, "lower", {})
 
 
-def _generate(device: str, prompts: list[str]) -> list[RequestOutput]:
+def _generate(device: str, prompts: list[str], **options: Any) -> list[RequestOutput]:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
-    with LLM(device=device, dtype="float32", kv_cache_memory=64 << 20) as llm:
+    with LLM(device=device, dtype="float32", kv_cache_memory=64 << 20, **options) as llm:
         return list(llm.generate(prompts, params, progress=False))
 
 

@@ -47,7 +47,13 @@ def test_parts_write_one_table(tmp_path: Path) -> None:
     assert set(claims) == {"tokens", "engine"}, done.stderr
     assert all(claim["better"] == "lower" and claim["ratio"] <= claim["limit"] for claim in claims["tokens"])
     names = [claim["name"].split(":")[0] for claim in claims["engine"]]
-    assert names == ["8B shape, 1 x 64", "8B shape, 64 x 64", "tiny, 32 x 16 in, 4 out"]
+    assert names == [
+        "8B shape, 1 x 64",
+        "8B shape, 64 x 64",
+        "tiny, 32 x 16 in, 4 out",
+        "tiny, 4 decode",
+        "tiny, 8 decode",
+    ]
     (table,) = tmp_path.glob("gpu-on-cpu-*.md")
     assert "| tokens | float32" in table.read_text()
     assert not list(tmp_path.glob(".*"))

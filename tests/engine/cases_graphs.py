@@ -1,19 +1,23 @@
 """Decode steps from graphs, over Triton's interpreter; run by test_graphs.py, in a process of their own."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from small_models import make_hf_model
 from tape import TapeRecorder
 from triton.runtime.interpreter import InterpretedFunction
+from twin_device import TwinDevice
 
 from pdkv.engine import runner, step_buffers
 from pdkv.engine.attention import cuda as attention_cuda
 from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.engine.pending import PendingStep
+from pdkv.engine.plan import StepOutput, StepPlan
+from pdkv.kernels import streams
 from pdkv.kernels.kv_copy_triton import write_kv_triton
 from pdkv.kernels.paged_attention_triton import paged_attention_triton
 from pdkv.wire.messages import RequestKey
@@ -37,28 +41,36 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hf_model(tmp_path_factory.mktemp("model"), "qwen3", "float32", initializer_range=0.2, **features)
 
 
-@pytest.fixture(autouse=True)
-def _in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "make_backend", CudaAttention)
-    monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
-    monkeypatch.setattr(attention_cuda, "write_kv", write_kv_triton)
+@pytest.fixture(autouse=True, scope="module")
+def _in_triton() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "make_backend", CudaAttention)
+        patch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
+        patch.setattr(attention_cuda, "write_kv", write_kv_triton)
+        yield
 
 
 class Driver(StepDriver):
-    """Takes notes of logits; the pool is full of NaN where nobody has computed anything."""
+    """Takes notes of steps and logits; the pool is full of NaN where nobody has computed anything."""
 
     def __init__(self, model_dir: Path, max_num_tokens: int = 0, **options: Any) -> None:
         defaults: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 6, "linears": "torch", "check_finite": False}
         super().__init__(model_dir, **{**defaults, **options})
         self.runner.warm_up(max_num_tokens)
         self.pool.fill_(torch.nan)
+        self.steps: list[tuple[StepPlan, StepOutput]] = []
         self.logits: list[torch.Tensor] = []
-        compute = self.model.logits
+        execute, compute = self.runner.execute, self.model.logits
+
+        def executed(plan: StepPlan) -> StepOutput:
+            self.steps.append((plan, execute(plan)))
+            return self.steps[-1][1]
 
         def noted(hidden: torch.Tensor) -> torch.Tensor:
             self.logits.append(compute(hidden))
             return self.logits[-1]
 
+        self.runner.execute = executed  # type: ignore[method-assign]
         self.model.logits = noted  # type: ignore[method-assign]
 
     def end(self, key: RequestKey) -> None:
@@ -67,7 +79,9 @@ class Driver(StepDriver):
 
 
 def play(
-    driver: StepDriver, seed: int, after_step: Callable[[dict[RequestKey, int]], None] = lambda chunks: None
+    driver: StepDriver,
+    seed: int,
+    after_step: Callable[[dict[RequestKey, int]], None] = lambda chunks: None,
 ) -> dict[RequestKey, list[int]]:
     """Requests come and go; steps are of one request and of many, of prompts, of decodes and of both."""
     draw = random.Random(seed)
@@ -94,19 +108,48 @@ def logits_are_equal(one: Driver, other: Driver) -> bool:
     return len(one.logits) == len(other.logits) and all(map(torch.equal, one.logits, other.logits))
 
 
-def test_a_replay_is_its_step_to_the_bit(model_dir: Path) -> None:
+class Eager(NamedTuple):
+    """What a driver that launches kernel by kernel made, in turn."""
+
+    driver: Driver
+    outputs: dict[RequestKey, list[int]]
+
+
+@pytest.fixture(scope="module")
+def eager(model_dir: Path) -> Eager:
+    driver = Driver(model_dir, decode_sizes=SIZES)
+    return Eager(driver, play(driver, 1))
+
+
+def test_a_replay_is_its_step_to_the_bit(model_dir: Path, eager: Eager) -> None:
     """And tokens are those of steps that nobody pads."""
     recorder = TapeRecorder()
-    replayed = Driver(model_dir, decode_sizes=SIZES, recorder=recorder)
-    eager, plain = Driver(model_dir, decode_sizes=SIZES), Driver(model_dir)
-    outputs = play(replayed, 1)
+    replayed, plain = Driver(model_dir, decode_sizes=SIZES, recorder=recorder), Driver(model_dir)
+    assert play(replayed, 1) == eager.outputs
     assert recorder.num_replays > 4
-    assert outputs == play(eager, 1)
-    assert logits_are_equal(replayed, eager)
-    assert torch.equal(replayed.pool.view(torch.int32), eager.pool.view(torch.int32))
-    assert outputs == play(plain, 1)
-    assert sum(map(len, eager.logits)) > sum(map(len, plain.logits))  # some were padded
-    assert len(outputs) > 3
+    assert logits_are_equal(replayed, eager.driver)
+    assert torch.equal(replayed.pool.view(torch.int32), eager.driver.pool.view(torch.int32))
+    assert play(plain, 1) == eager.outputs
+    assert sum(map(len, eager.driver.logits)) > sum(map(len, plain.logits))  # some were padded
+    assert len(eager.outputs) > 3
+
+
+def test_a_replay_behind_a_step_that_nobody_has_read_yet_is_that_step(
+    model_dir: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same plans, by a runner whose tokens stay on its device."""
+    monkeypatch.setattr(streams, "HOST", TwinDevice())
+    recorder = TapeRecorder()
+    queued = Driver(model_dir, decode_sizes=SIZES, recorder=recorder)
+    pending, found = list[PendingStep](), list[StepOutput]()
+    for plan, _ in eager.driver.steps:
+        pending.append(queued.runner.launch(plan))
+        if len(pending) == 2:
+            assert not pending[0].is_done
+            found.append(pending.pop(0).finish())
+    assert [*found, pending[0].finish()] == [output for _, output in eager.driver.steps]
+    assert recorder.num_replays > 4
+    assert logits_are_equal(queued, eager.driver)
 
 
 def test_every_size_is_captured_once_and_alike(model_dir: Path) -> None:
