@@ -18,6 +18,7 @@ The index is mapped; values are read and written by system calls, which fail whe
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -68,7 +69,9 @@ class Found(NamedTuple):
 
 
 class Segment:
-    """A mapped segment. Closing it while it is read is the caller's to avoid."""
+    """A mapped segment. It is closed with its last reference, which whoever reads it has: so it can be let go of at any
+    time. Closing it while it is read is the caller's to avoid.
+    """
 
     def __init__(self, fd: int, *, writable: bool) -> None:
         """Takes the descriptor over.
@@ -78,13 +81,14 @@ class Segment:
             OSError: it cannot be mapped.
         """
         self.fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
         try:
             self.num_pages = _read_header(fd)
             shape = _Shape(self.num_pages)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._memory = mmap.mmap(fd, shape.pages_at, access=access)
         except BaseException:
-            os.close(fd)
+            self._close()
             raise
         view = memoryview(self._memory)
         self.entries: npt.NDArray[Any] = np.frombuffer(view, _ENTRY, self.num_pages, shape.entries_at)
@@ -153,9 +157,8 @@ class Segment:
 
     def close(self) -> None:
         """Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)  # the mapping goes with its last view
-            self.fd = -1
+        self._close()  # the mapping goes with its last view
+        self.fd = -1
 
     def _runs(self, found: Found) -> Iterator[tuple[int, int]]:
         yield from _joined(self.pages_of(found) or [], self._pages_at, found.size)

@@ -3,6 +3,7 @@
 Segments are named in a directory. A launch keeps them as memfds and names them there by their addresses; a directory
 without addresses gets a file for each process that opens it, and belongs on a tmpfs. Whoever opens the store writes the
 first segment that nobody else writes, with the values that are in it: so an engine that is started again finds its own.
+A launch says whose a segment is by its name, ENGINE.RANK-…, and each engine asks for its own ones (`segment`).
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 1 << 30
 _MAX_SHUNNED = 4096
+_CLOCK_TICK_NS = 100_000_000  # more than two changes of a directory may lie apart and have one time
+_ASK_AGAIN_S = 1.0  # between looks whether a segment that another process wrote is free
 _SEGMENT, _ADDRESS = ".segment", ".memfd"
 
 
@@ -56,11 +60,11 @@ class SegmentAddress(msgspec.Struct, frozen=True):
         return fd
 
 
-def write_address(directory: Path, name: str, address: SegmentAddress) -> None:
-    """Name a memfd in a directory of segments."""
+def write_address(directory: Path, name: str, address: SegmentAddress) -> Path:
+    """Name a memfd in a directory of segments, of which every one needs another name; returns the file that says it."""
     temporary = directory / f".{name}"
     temporary.write_bytes(msgspec.json.encode(address))
-    temporary.rename(directory / f"{name}{_ADDRESS}")
+    return temporary.rename(directory / f"{name}{_ADDRESS}")
 
 
 class HostStore(TellingStore):
@@ -71,12 +75,14 @@ class HostStore(TellingStore):
     """What this process writes; None: all segments are other processes'."""
 
     def __init__(self, directory: str | Path, options: StoreOptions | None = None) -> None:
-        """`capacity` is that of a segment that is made here.
+        """`capacity` is that of a segment that is made here; `segment` chooses among a launch's.
 
         Raises:
             ConfigError: the directory is not only this user's, or there is no memory for a segment's index.
         """
-        capacity = (options or StoreOptions()).capacity or DEFAULT_CAPACITY
+        options = options or StoreOptions()
+        capacity = options.capacity or DEFAULT_CAPACITY
+        self._wanted = "" if options.segment is None else f"{options.segment}."
         if capacity < MIN_BYTES:
             raise ConfigError(f"host://{directory}: capacity is at least {MIN_BYTES} bytes, got {capacity}")
         self._directory = PrivateDirectory(directory, "host memory")
@@ -88,6 +94,7 @@ class HostStore(TellingStore):
         self._refused: set[str] = set()
         self._looked_at = -1  # the directory's time of modification then
         self._shunned: OrderedDict[tuple[str, int, int], None] = OrderedDict()  # deleted, but not ours to delete
+        self._asked_at = time.monotonic()  # for a segment to write
         try:
             self._own_name, self.own = self._take_segment(capacity)
         except BaseException as error:
@@ -109,12 +116,11 @@ class HostStore(TellingStore):
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         with self._call():
+            own = self._writer()
             for key, value in reversed(items):
                 number = key_of(key)
-                if self.own is None:
-                    raise StoreUnavailable(f"{self._where}: all segments are other processes'")
-                if number in self.own or self._find_elsewhere(number) is None:
-                    self.own.put(number, value)
+                if number in own or self._find_elsewhere(number) is None:
+                    own.put(number, value)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with self._call():
@@ -161,16 +167,40 @@ class HostStore(TellingStore):
     def _take_segment(self, capacity: int) -> tuple[str, SegmentWriter | None]:
         """The first one that nobody writes; where a directory has no launch's, a new one."""
         names = self._names()
+        name, writer = self._take_free(names)
+        if writer is not None:
+            return name, writer
+        if any(name.endswith(_ADDRESS) for name in names):
+            logger.warning("%s: all segments are other processes': this one reads them, and writes none", self._where)
+            return "", None
+        return self._make_segment(len(names), capacity)
+
+    def _take_free(self, names: Sequence[str]) -> tuple[str, SegmentWriter | None]:
+        """The first of these segments that this process may write and nobody writes."""
         for name in names:
+            if name.endswith(_ADDRESS) and not name.startswith(self._wanted):
+                continue
             segment = self._open(name, os.O_RDWR)
             if segment is not None and _lock(segment.fd):
                 return name, SegmentWriter(segment)
             if segment is not None:
                 segment.close()
-        if any(name.endswith(_ADDRESS) for name in names):
-            logger.warning("%s: all segments are other processes': this one reads them, and writes none", self._where)
-            return "", None
-        return self._make_segment(len(names), capacity)
+        return "", None
+
+    def _writer(self) -> SegmentWriter:
+        """Of the own segment. One whose writer was still there when this store was opened may be free by now.
+
+        Raises:
+            StoreUnavailable: there is none.
+        """
+        with self._lock:
+            if self.own is None and time.monotonic() >= self._asked_at + _ASK_AGAIN_S:
+                self._asked_at = time.monotonic()
+                self._own_name, self.own = self._take_free(self._names())
+                self._others = {name: other for name, other in self._others.items() if name != self._own_name}
+            if self.own is None:
+                raise StoreUnavailable(f"{self._where}: all segments are other processes'")
+            return self.own
 
     def _make_segment(self, number: int, capacity: int) -> tuple[str, SegmentWriter]:
         name = f"{number}-{secrets.token_hex(4)}{_SEGMENT}"
@@ -208,16 +238,15 @@ class HostStore(TellingStore):
             return sorted(e.name for e in entries if e.name[0] != "." and e.name.endswith((_SEGMENT, _ADDRESS)))
 
     def _look_around(self) -> None:
-        """See which segments are there, if the directory has changed."""
+        """See which segments are there, if the directory has changed. One that has gone is let go of."""
         changed_at = os.fstat(self._directory.fd).st_mtime_ns
         if changed_at == self._looked_at:
             return
-        self._looked_at = changed_at
-        for name in self._names():
-            if name != self._own_name and name not in self._others:
-                segment = self._open(name, os.O_RDONLY)
-                if segment is not None:
-                    self._others = {**self._others, name: segment}
+        is_over = time.time_ns() > changed_at + _CLOCK_TICK_NS
+        self._looked_at = changed_at if is_over else -1
+        names = [name for name in self._names() if name != self._own_name]
+        opened = ((name, self._others.get(name) or self._open(name, os.O_RDONLY)) for name in names)
+        self._others = {name: segment for name, segment in opened if segment is not None}
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:

@@ -13,6 +13,9 @@ class StoreOptions(Options):
     capacity: int | None = option(
         None, "memory://, host://, file://: most bytes kept (absent: 1 GiB in memory, no bound in files)", size=True
     )
+    segment: str | None = option(
+        None, "host://: which of a launch's segments may be written: those of this name; absent: any", metavar="NAME"
+    )
     connect_timeout_s: float = seconds(2.0, "servers: deadline to connect")
     operation_timeout_s: float = seconds(10.0, "file://, servers: deadline of one call, whatever the size of its batch")
     ttl_s: float | None = seconds(None, "redis://: a value's life, from its put; absent: no end", le=_TTL_MAX_S)

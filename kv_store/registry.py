@@ -159,7 +159,7 @@ def _open_objects(parts: SplitResult, options: StoreOptions) -> KVStore:
 
 _SCHEMES: Mapping[str, _Scheme] = {
     "memory": _Scheme(_open_memory, frozenset({"capacity"})),
-    "host": _Scheme(_open_host, frozenset({"capacity"})),
+    "host": _Scheme(_open_host, frozenset({"capacity", "segment"})),
     "file": _Scheme(_open_file, frozenset({"capacity", "operation_timeout_s"})),
     "redis": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"}),
     "rediss": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"} | _TLS_OPTIONS),

@@ -172,6 +172,33 @@ class HandoffConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TiersConfig:
+    """Where KV is kept below the engines' pools, beside any hand-off."""
+
+    kv_host_memory: int | None = option(
+        None,
+        "host memory of each engine for KV that its pool has no room for; the launch keeps it when the engine dies",
+        size=True,
+        ge=1 << 20,
+    )
+    kv_store: str = option(
+        "",
+        "URL (or @FILE that holds it) of a store below that, such as redis://…, file:///directory, s3://bucket, "
+        "lmcache://…; several, separated by commas, are tiers, the fastest first",
+        metavar="URL[,URL…]",
+        secret=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are any."""
+        return bool(self.kv_host_memory or self.kv_store)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HttpApi:
     """How the HTTP server reads requests."""
 

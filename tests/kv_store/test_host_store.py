@@ -12,6 +12,7 @@ import pytest
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.process_info import process_start_time
+from pdkv.kv_store import host_store
 from pdkv.kv_store.host_segment import PAGE_BYTES, Segment, format_segment, key_of
 from pdkv.kv_store.host_store import HostStore, SegmentAddress, write_address
 from pdkv.kv_store.host_writer import SegmentWriter
@@ -293,3 +294,80 @@ def test_an_address_of_something_else_is_refused(directory: Path, memfd: int) ->
 def test_a_capacity_that_is_none_is_refused(directory: Path) -> None:
     with pytest.raises(ConfigError, match="at least 1048576 bytes, got 4096"):
         HostStore(directory, StoreOptions(capacity=4096))
+
+
+@pytest.fixture
+def kept(directory: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes memfds that this process keeps: kept(name) -> the file with its address."""
+    directory.mkdir(mode=0o700)
+    fds: list[int] = []
+
+    def keep(name: str) -> Path:
+        fd = os.memfd_create("pdkv-test", os.MFD_CLOEXEC)
+        fds.append(fd)
+        format_segment(fd, CAPACITY)
+        start_time = process_start_time(os.getpid())
+        assert start_time is not None
+        return write_address(directory, name, SegmentAddress(os.getpid(), start_time, fd, os.fstat(fd).st_ino))
+
+    yield keep
+    for fd in fds:
+        os.close(fd)
+
+
+def test_an_engine_writes_the_segments_of_its_name_and_reads_all(directory: Path, kept: Callable[[str], Path]) -> None:
+    for name in ("decode-1.0-a", "decode-10.0-a", "prefill-1.0-a"):
+        kept(name)
+    stores = {name: HostStore(directory, StoreOptions(segment=name)) for name in ("decode-10", "decode-1", "prefill-1")}
+    stores["decode-1 again"] = HostStore(directory, StoreOptions(segment="decode-1"))
+    assert {name: store._own_name for name, store in stores.items()} == {
+        "decode-10": "decode-10.0-a.memfd", "decode-1": "decode-1.0-a.memfd", "prefill-1": "prefill-1.0-a.memfd",
+        "decode-1 again": "",
+    }  # fmt: skip
+    put(stores["decode-10"], 1)
+    assert all(has(store, 1) == [True] for store in stores.values())
+    for store in stores.values():
+        store.close()
+
+
+def test_a_segment_that_was_still_held_is_taken_when_it_is_free(
+    directory: Path, kept: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a start that waits for a server: the engine must not stay without a segment for good."""
+    kept("decode-0.0-a")
+    holder = HostStore(directory, StoreOptions(segment="decode-0"))
+    put(holder, 1)
+    monkeypatch.setattr(host_store, "_ASK_AGAIN_S", 0.0)
+    store = HostStore(directory, StoreOptions(segment="decode-0"))
+    with pytest.raises(StoreUnavailable, match="other processes'"):
+        put(store, 2)
+    assert has(store, 1) == [True]
+    holder.close()
+    put(store, 2)
+    assert has(store, 1, 2) == [True, True]
+    assert len(own(store)) == 2
+    assert not store._others
+    store.close()
+
+
+def test_a_segment_that_goes_is_let_go_of_also_by_who_reads_it(directory: Path, kept: Callable[[str], Path]) -> None:
+    kept("a.0-a")
+    address = kept("b.0-a")
+    reader, writer = (HostStore(directory, StoreOptions(segment=name)) for name in "ab")
+    put(writer, 1)
+    assert has(reader, 1) == [True]
+    (segment,) = reader._others.values()
+    fd = segment.fd
+
+    def remove(index: int, stop: int) -> None:
+        address.unlink(missing_ok=True)
+        assert reader.contains([key(2)]) == [False]  # looks around
+        assert not reader._others
+
+    assert reader.read([key(1)], [memoryview(bytearray(SIZE))], remove) == [True]
+    del segment
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert has(reader, 1) == [False]
+    for store in (reader, writer):
+        store.close()

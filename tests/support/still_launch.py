@@ -8,6 +8,7 @@ from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import StartupError
 from pdkv.launch.config import Deployment, LaunchConfig
 from pdkv.launch.fleet_control import FleetControl
+from pdkv.launch.host_memory import HostMemory
 from pdkv.launch.plan import plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import ADMIN_SOCKET, RunDirectory
@@ -28,7 +29,7 @@ def make_control(run_dir: RunDirectory, launch: LaunchConfig, **engine: Any) -> 
     supervisor = StillSupervisor(fleet, listen_fd=-1, lifeline_fd=-1, on_ready=lambda name, seconds: None)
     return FleetControl(
         deployment=deployment, run_dir=run_dir, supervisor=supervisor, router=RouterAdmin(run_dir.path),
-        chooses_spin=True,
+        host_memory=HostMemory(run_dir.path, None), chooses_spin=True,
     )  # fmt: skip
 
 

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.launch import build_handoff, launch_variables
+from pdkv.cli.launch import build_handoff, build_tiers, launch_variables
 from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, collect, flags_of, warn_of_secrets
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
 from pdkv.launch.config import HostedEngine
 
 _EXAMPLES = """\
@@ -25,6 +25,7 @@ def flag_groups() -> dict[str, list[Flag]]:
         "place": flags_of(HostedEngine),
         "engine": flags_of(EngineConfig),
         "hand-off": flags_of(HandoffConfig),
+        "tiers of KV": flags_of(TiersConfig),
     }
 
 
@@ -51,10 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     values = collect(flags, vars(arguments), known_variables=launch_variables(), file=arguments.config)
     hosted = build(HostedEngine, values)
     config = build(EngineConfig, values)
-    handoff = build_handoff(values, [config])
+    handoff, tiers = build_handoff(values, [config]), build_tiers(values)
     from pdkv.launch.engine_host import host_engine
     from pdkv.launch.logs import configure_logging
 
     configure_logging("launcher", hosted.log_level, hosted.log_format)
     warn_of_secrets(CONNECTOR_CONFIG, arguments.connector_config or ())
-    return host_engine(hosted, config, handoff)
+    warn_of_secrets("--kv-store", [arguments.kv_store or ""])
+    return host_engine(hosted, config, handoff, tiers)

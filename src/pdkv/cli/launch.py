@@ -18,6 +18,7 @@ from pdkv.config import (
     ObservabilityConfig,
     RecoveryConfig,
     RouterConfig,
+    TiersConfig,
     TlsConfig,
 )
 from pdkv.connectors.registry import SHIPPED
@@ -25,6 +26,7 @@ from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
 from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from pdkv.router.routing.policies import POLICIES
+from pdkv.secret_options import read_option
 
 ROLES = ("prefill", "decode")
 
@@ -37,6 +39,7 @@ examples:
   pd launch --model DIR --prefill 2 --decode 4          a Hugging Face model directory
   pd launch --prefill 0 --decode 2                      2 engines that do both
   pd launch --connector nixl --connector-config mode=push
+  pd launch --connector nixl --kv-host-memory 8GiB --kv-store redis://127.0.0.1:6379/0
   pd launch --connector store --connector-config url=redis://127.0.0.1:6379/0
   pd launch --config FILE                               options from a TOML or JSON file: prefill = 2
 
@@ -51,6 +54,7 @@ def flag_groups() -> dict[str, list[Flag]]:
         "topology": [_with_choices(flag, "policy", POLICIES) for flag in flags_of(LaunchConfig)],
         "engines": flags_of(EngineConfig),
         "hand-off": [_with_choices(flag, "connector", SHIPPED) for flag in flags_of(HandoffConfig)],
+        "tiers of KV": flags_of(TiersConfig),
         "failures": flags_of(RecoveryConfig),
         "HTTP": [*flags_of(HttpLimits), *map(_with_parsers, flags_of(HttpApi))],
         "admission": flags_of(AdmissionConfig),
@@ -111,6 +115,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     return Deployment(
         launch=launch,
         handoff=build_handoff(values, [prefill, decode]),
+        tiers=build_tiers(values),
         router=RouterConfig(
             http=build(HttpLimits, values),
             api=build(HttpApi, values),
@@ -131,6 +136,12 @@ def build_handoff(values: Mapping[str, Any], engines: Sequence[EngineConfig]) ->
     if "connector" not in values and not all(config.in_host_memory for config in engines):
         values = {**values, "connector": "nixl"}
     return build(HandoffConfig, values)
+
+
+def build_tiers(values: Mapping[str, Any]) -> TiersConfig:
+    """The tiers of KV; a URL that is kept in a file is read. Raises ConfigError."""
+    tiers = build(TiersConfig, values)
+    return dataclasses.replace(tiers, kv_store=read_option(tiers.kv_store, "--kv-store"))
 
 
 def _check_no_prefill_options(flags: Sequence[Flag], values: Mapping[str, Any]) -> None:
@@ -157,4 +168,5 @@ def run(arguments: argparse.Namespace) -> int:
     configure_logging("launcher", deployment.launch.log_level, deployment.router.observability.log_format)
     warn_of_secrets(CONNECTOR_CONFIG, arguments.connector_config or ())
     warn_of_secrets("--redis", [arguments.redis or ""])
+    warn_of_secrets("--kv-store", [arguments.kv_store or ""])
     return launch(deployment)

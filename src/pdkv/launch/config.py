@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
+from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
+from pdkv.launch.kv_tiers import describe_tiers
 from pdkv.limits import MAX_WAIT_S
 from pdkv.options import check_bounds, option, seconds
 from pdkv.wire.messages import Order
@@ -125,6 +126,7 @@ class Deployment:
     prefill: EngineConfig
     decode: EngineConfig
     router: RouterConfig = field(default_factory=RouterConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
 
     @property
     def num_ranks(self) -> int:
@@ -147,7 +149,7 @@ class Deployment:
             engines = f"{self.launch.decode} aggregated{_ranks(self.decode)}"
         if self.launch.remote_engines:
             engines = f"{engines}, {len(self.launch.remote_engines)} on other hosts"
-        return f"{engines}, connector {self.handoff.connector}"
+        return f"{engines}, connector {self.handoff.connector}{describe_tiers(self.tiers)}"
 
 
 def _ranks(config: EngineConfig) -> str:

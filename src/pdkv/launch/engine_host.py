@@ -4,14 +4,16 @@ import asyncio
 import dataclasses
 import logging
 
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
 from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError
 from pdkv.launch.config import HostedEngine
 from pdkv.launch.cpus import default_threads, split_cpu_bind
 from pdkv.launch.devices import place_on_devices
+from pdkv.launch.host_memory import DIRECTORY, HostMemory
+from pdkv.launch.kv_tiers import add_tiers, connector_with
 from pdkv.launch.launcher import ReadyLog, StopSignals, run_supervised
-from pdkv.launch.plan import check_pools
+from pdkv.launch.plan import check_memory
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
@@ -21,7 +23,7 @@ from pdkv.wire.cluster_key import ClusterKey
 logger = logging.getLogger(__name__)
 
 
-def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConfig) -> int:
+def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConfig, tiers: TiersConfig) -> int:
     """Run an engine until SIGINT, SIGTERM or SIGHUP; one that dies is started again. Returns the exit code.
 
     Raises:
@@ -30,11 +32,12 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
     """
     ClusterKey.read(hosted.cluster_key_file)
     load_model_config(config.model, config.max_model_len)
-    check_pools(config, 1, config, 0)
-    target = connector_target(handoff.connector)
+    check_memory([(config, 1)], tiers)
+    target = connector_target(connector_with(handoff, tiers))
 
     async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:
-        spec = plan_hosted(hosted, config, handoff, run_dir)
+        own = add_tiers(handoff, tiers, run_dir.path / DIRECTORY, hosted.name)
+        spec = plan_hosted(hosted, config, own, run_dir)
         fleet = Fleet(
             engines=[spec],
             router=None,
@@ -43,7 +46,9 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
             use_fork_server=config.tp > 1,  # for one process its import of torch is not shared with anybody
         )
         supervisor = Supervisor(fleet, listen_fd=-1, lifeline_fd=lifeline_fd, on_ready=ReadyLog(1))
-        await _serve(hosted, supervisor)
+        with HostMemory(run_dir.path, tiers.kv_host_memory) as host_memory:
+            host_memory.keep(spec)
+            await _serve(hosted, supervisor)
 
     run_supervised(serve)
     return 0

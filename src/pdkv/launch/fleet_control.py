@@ -11,7 +11,8 @@ from pdkv.errors import ConfigError, PdkvError
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import spin_rounds
 from pdkv.launch.devices import keep_devices, place_on_devices
-from pdkv.launch.plan import Kind, check_pools, plan_address, plan_engine
+from pdkv.launch.host_memory import HostMemory
+from pdkv.launch.plan import Kind, check_memory, plan_address, plan_engine
 from pdkv.launch.router_admin import Refused, RouterAdmin
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
@@ -41,6 +42,7 @@ class FleetControl:
     run_dir: RunDirectory
     supervisor: Supervisor
     router: RouterAdmin
+    host_memory: HostMemory
     chooses_spin: bool  # whether it was left to the launcher how long idle threads spin
 
     async def scale(self, counts: Mapping[Kind, int], drain_s: float, say: Say) -> str:
@@ -120,10 +122,11 @@ class FleetControl:
     async def _add(self, spec: EngineSpec, say: Say) -> None:
         say(f"{spec.name} is started")
         address = plan_address(spec, self.run_dir)
+        self.host_memory.keep(spec)
         try:
             await self.supervisor.add_engine(spec, address)
         except PdkvError:
-            self.run_dir.forget(spec.name)
+            self._forget(spec.name)
             raise
         try:
             await self.router.add(address)
@@ -144,7 +147,12 @@ class FleetControl:
             await self.router.remove(name)
         finally:
             await self.supervisor.remove_engine(name)
-            self.run_dir.forget(name)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Nothing is left of an engine that has ended for good."""
+        self.run_dir.forget(name)
+        self.host_memory.give_back(name)
 
     async def _drain(self, name: str, drain_s: float, say: Say) -> None:
         """Returns when the engine has nothing more to do: what it has after its time goes on elsewhere."""
@@ -191,7 +199,11 @@ class FleetControl:
         deployment, numbers = self.deployment, {kind: max(number, 0) for kind, number in more.items()}
         num_prefill = numbers.get("prefill", 0)
         num_decode = sum(numbers.values()) - num_prefill
-        check_pools(deployment.prefill, num_prefill, deployment.decode, num_decode)
+        check_memory(
+            [(deployment.prefill, num_prefill), (deployment.decode, num_decode)],
+            deployment.tiers,
+            num_promised_bytes=self.host_memory.num_promised_bytes,
+        )
         num_engines = len(self.supervisor.engines) + sum(numbers.values())
         num_ranks = self._num_ranks() + num_prefill * deployment.prefill.tp + num_decode * deployment.decode.tp
         specs: list[EngineSpec] = []

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from pdkv.connectors.registry import connector_target
@@ -17,7 +18,9 @@ from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.launch.config import Deployment
 from pdkv.launch.control import ControlServer
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
-from pdkv.launch.plan import check_pools, plan_fleet
+from pdkv.launch.host_memory import HostMemory
+from pdkv.launch.kv_tiers import add_tiers
+from pdkv.launch.plan import check_memory, plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
@@ -50,8 +53,12 @@ def launch(deployment: Deployment) -> int:
     """
     check_deployment(deployment)
 
-    def serve(run_dir: RunDirectory, lifeline_fd: int) -> Coroutine[Any, Any, None]:
-        return _serve(deployment, plan_fleet(deployment, run_dir), run_dir, listener, lifeline_fd)
+    async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:
+        fleet = plan_fleet(deployment, run_dir)
+        with HostMemory(run_dir.path, deployment.tiers.kv_host_memory) as host_memory:
+            for spec in fleet.engines:
+                host_memory.keep(spec)
+            await _serve(deployment, fleet, run_dir, host_memory, listener, lifeline_fd)
 
     with listen(deployment.launch.host, deployment.launch.port) as listener:
         run_supervised(serve)
@@ -83,13 +90,15 @@ def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None
 def check_deployment(deployment: Deployment) -> None:
     """Refuse what can be seen to be wrong without a process. Raises ConfigError."""
     connector_target(deployment.handoff.connector)
+    add_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
     find_policy(deployment.launch.policy)
     check_parser_names(deployment.router.api.tool_parser, deployment.router.api.reasoning_parser)
     if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
     check_models(deployment)
     check_processors(deployment)
-    check_pools(deployment.prefill, deployment.launch.prefill, deployment.decode, deployment.launch.decode)
+    engines = [(deployment.prefill, deployment.launch.prefill), (deployment.decode, deployment.launch.decode)]
+    check_memory(engines, deployment.tiers)
     if deployment.router.access.api_key_file is not None:
         read_key_file(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:
@@ -152,12 +161,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    deployment: Deployment, fleet: Fleet, run_dir: RunDirectory, listener: socket.socket, lifeline_fd: int
+    deployment: Deployment,
+    fleet: Fleet,
+    run_dir: RunDirectory,
+    host_memory: HostMemory,
+    listener: socket.socket,
+    lifeline_fd: int,
 ) -> None:
     """Start the fleet, say that it is ready, and end it when a signal asks for that."""
     on_ready = ReadyLog(len(fleet.engines) + 1)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
-    control = _make_control(deployment, run_dir, supervisor)
+    control = _make_control(deployment, run_dir, supervisor, host_memory)
     signals = StopSignals(supervisor, reloads=deployment.router.reads_files)
     url = _url(listener, "http" if deployment.router.tls.ssl_certfile is None else "https")
     logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, url)
@@ -235,13 +249,16 @@ async def _until_stuck(run_dir: RunDirectory) -> None:
         await asyncio.Event().wait()
 
 
-def _make_control(deployment: Deployment, run_dir: RunDirectory, supervisor: Supervisor) -> ControlServer:
+def _make_control(
+    deployment: Deployment, run_dir: RunDirectory, supervisor: Supervisor, host_memory: HostMemory
+) -> ControlServer:
     """Who carries out orders; the first engines get their share of the machine as later ones do."""
     fleet = FleetControl(
         deployment=deployment,
         run_dir=run_dir,
         supervisor=supervisor,
         router=RouterAdmin(run_dir.path),
+        host_memory=host_memory,
         chooses_spin=SPIN_VARIABLE not in os.environ,
     )
     fleet.choose_spin(list(supervisor.engines.values()))

@@ -2,21 +2,26 @@
 
 import dataclasses
 import secrets
+from collections.abc import Sequence
 from typing import Literal
 
-from pdkv.config import DEFAULT_MODEL, EngineConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, TiersConfig
 from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import check_host_memory, format_bytes
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import default_threads, split_cpu_bind
 from pdkv.launch.devices import place_on_devices
+from pdkv.launch.host_memory import DIRECTORY
+from pdkv.launch.kv_tiers import add_tiers, connector_with
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet
 from pdkv.router.engines.address import EngineAddress, Role
 
 _DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
+
+_NO_TIERS = TiersConfig()
 
 Kind = Literal["prefill", "decode", "engine"]
 """What an engine was started as, and what its name begins with; its role may become another one."""
@@ -64,7 +69,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     return Fleet(
         engines=engines,
         router=router,
-        connector_target=connector_target(deployment.handoff.connector),
+        connector_target=connector_target(connector_with(deployment.handoff, deployment.tiers)),
         start_timeout_s=launch.start_timeout_s,
         use_fork_server=launch.start_method == "fork",
     )
@@ -87,7 +92,7 @@ def plan_engine(
         role=ROLES[kind],
         epoch="",
         config=dataclasses.replace(config, threads=config.threads or own_cpus or default_threads(num_ranks)),
-        handoff=deployment.handoff,
+        handoff=add_tiers(deployment.handoff, deployment.tiers, run_dir.path / DIRECTORY, name),
         endpoint=run_dir.endpoint(name),
         num_engines=num_engines,
         run_dir=run_dir.path,
@@ -110,12 +115,28 @@ def config_of(deployment: Deployment, kind: Kind) -> EngineConfig:
     return deployment.prefill if kind == "prefill" else deployment.decode
 
 
-def check_pools(prefill: EngineConfig, num_prefill: int, decode: EngineConfig, num_decode: int) -> None:
-    """Refuse KV pools that do not fit into what this host has left together: each alone might. Raises ConfigError."""
-    engines = [(prefill, num_prefill), (decode, num_decode)]
+def check_memory(
+    engines: Sequence[tuple[EngineConfig, int]], tiers: TiersConfig = _NO_TIERS, *, num_promised_bytes: int = 0
+) -> None:
+    """Refuse engines, so many of each configuration, whose memory does not fit into what this host has left: each
+    alone might. Raises ConfigError.
+
+    Args:
+        num_promised_bytes: what others that run may still take.
+    """
     pools = [(config.host_kv_bytes, count) for config, count in engines if count > 0 and config.in_host_memory]
-    sizes = " and ".join(f"{count} KV pool{'s' * (count > 1)} of {format_bytes(size)}" for size, count in pools)
-    check_host_memory(sum(size * count for size, count in pools), f"{sizes} (--kv-cache-memory)")
+    wanted = [f"{count} KV pool{'s' * (count > 1)} of {format_bytes(size)}" for size, count in pools]
+    flags = ["--kv-cache-memory"] * bool(pools)
+    num_bytes = sum(size * count for size, count in pools)
+    num_engines = sum(max(count, 0) for _, count in engines)
+    if tiers.kv_host_memory and num_engines:
+        wanted.append(f"{format_bytes(tiers.kv_host_memory)} of host memory for each of {num_engines} engines")
+        flags.append("--kv-host-memory")
+        num_bytes += num_engines * tiers.kv_host_memory
+        if num_promised_bytes:
+            wanted.append(f"{format_bytes(num_promised_bytes)} that was promised to others")
+            num_bytes += num_promised_bytes
+    check_host_memory(num_bytes, f"{' and '.join(wanted)} ({', '.join(flags)})")
 
 
 def _cpus(deployment: Deployment, kind: Kind, index: int) -> frozenset[int] | None:
