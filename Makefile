@@ -25,13 +25,16 @@ GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
 install: $(STAMP)
 
-# LMCache's server is a peer in tests; most of what it depends on is for GPUs and clouds, and its pins are not ours.
+# Servers of LMCache and Mooncake are peers in tests; most of what LMCache depends on is for GPUs and clouds, and its pins
+# are not ours.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): torch and what the tests need are downloaded (some minutes, once) …"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: lmcache \
-		|| echo "no wheel of lmcache for this platform: the tests with its server are skipped"
+	for peer in lmcache mooncake-transfer-engine-non-cuda; do \
+		$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: $$peer \
+			|| echo "no wheel of $$peer for this platform: the tests with its server are skipped"; \
+	done
 	$(BIN)/python tests/support/schema_suite.py || echo "no JSON Schema Test Suite: the tests with it are skipped"
 	touch $(STAMP)
 

@@ -6,12 +6,13 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from pdkv.errors import StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import PART_BYTES, Buffer
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Channel")
 
 _LINE_BUFFER_BYTES = 16 * 1024  # what is read ahead of a value is copied once more: small beside a value
 _SKIP_BYTES = 1 << 20
@@ -155,19 +156,19 @@ class Channel:
             raise StoreUnavailable(f"{self._what}: {error}") from error
 
 
-class ConnectionPool:
+class ConnectionPool(Generic[C]):
     """Channels to one server: as many as there are calls at a time."""
 
-    def __init__(self, connect: Callable[[Deadline], Channel], what: str) -> None:
+    def __init__(self, connect: Callable[[Deadline], C], what: str) -> None:
         """`connect` opens a channel until the deadline; it raises StoreTimeout or StoreUnavailable."""
         self._connect = connect
         self._what = what
         self._lock = threading.Lock()
-        self._idle: list[Channel] = []
-        self._busy: set[Channel] = set()
+        self._idle: list[C] = []
+        self._busy: set[C] = set()
         self._closed = False
 
-    def run(self, operation: Callable[[Channel], T], deadline: Deadline) -> T:
+    def run(self, operation: Callable[[C], T], deadline: Deadline) -> T:
         """Run an idempotent operation on a channel.
 
         A connection that was lost while it lay idle, as by a restart of the server, is replaced once, unseen.
@@ -195,7 +196,7 @@ class ConnectionPool:
             channel.interrupt()
         self._drop_idle()
 
-    def _take_idle(self) -> Channel | None:
+    def _take_idle(self) -> C | None:
         with self._lock:
             self._check_open()
             return self._idle.pop() if self._idle else None
@@ -204,7 +205,7 @@ class ConnectionPool:
         if self._closed:
             raise StoreUnavailable(f"{self._what}: the store is closed")
 
-    def _run_on(self, channel: Channel, operation: Callable[[Channel], T], deadline: Deadline) -> T:
+    def _run_on(self, channel: C, operation: Callable[[C], T], deadline: Deadline) -> T:
         with self._lock:
             self._busy.add(channel)
             closed = self._closed

@@ -25,6 +25,11 @@ class StoreOptions(Options):
     pipeline: int = option(64, "servers: most commands of one call ahead of their replies", ge=1)
     endpoint: str | None = option(None, "s3://, az://: the server's URL; absent: the provider's own", metavar="URL")
     region: str | None = option(None, "s3://: the bucket's region; absent: AWS_REGION")
+    metadata_server: str = option(
+        "P2PHANDSHAKE",
+        "mooncake://: where its clients find each other, as the clients were told that lend memory: P2PHANDSHAKE, "
+        "http://host:port/metadata or another that Mooncake knows",
+    )
     retry_after_s: float = seconds(1.0, "tiers: how long a tier that failed is left alone")
     ssl_ca_certs: str | None = option(
         None, "rediss://: file of the certificates that sign the server's; absent: the system's", metavar="FILE"

@@ -61,8 +61,8 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
     """The store that a URL names; several URLs, separated by commas, make a TieredStore, fastest first.
 
     memory://[name], host:///directory, file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS),
-    unix:///socket (or redis+unix://), lmcache://host:port, s3://bucket/prefix (gs://, az://). Options stand in
-    `options`, for all URLs that know them, or in a URL's query.
+    unix:///socket (or redis+unix://), lmcache://host:port, mooncake://host:port, s3://bucket/prefix (gs://, az://).
+    Options stand in `options`, for all URLs that know them, or in a URL's query.
 
     Raises:
         ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
@@ -146,6 +146,14 @@ def _open_lmcache(parts: SplitResult, options: StoreOptions) -> KVStore:
     return LMCacheStore(parts.hostname, parts.port, options)
 
 
+def _open_mooncake(parts: SplitResult, options: StoreOptions) -> KVStore:
+    from pdkv.kv_store.mooncake_store import MooncakeStore
+
+    if not parts.hostname or parts.port is None or parts.path.strip("/"):
+        raise ConfigError(f"mooncake://{parts.netloc}{parts.path}: mooncake://host:port was expected")
+    return MooncakeStore(parts.hostname, parts.port, options)
+
+
 def _open_objects(parts: SplitResult, options: StoreOptions) -> KVStore:
     if not parts.netloc or "@" in parts.netloc:
         raise ConfigError(
@@ -166,6 +174,7 @@ _SCHEMES: Mapping[str, _Scheme] = {
     "redis+unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
     "unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
     "lmcache": _Scheme(_open_lmcache, _SERVER_OPTIONS),
+    "mooncake": _Scheme(_open_mooncake, (_SERVER_OPTIONS - {"pipeline"}) | {"metadata_server"}),
     "s3": _Scheme(_open_objects, _SERVER_OPTIONS | {"endpoint", "region"}),
     "gs": _Scheme(_open_objects, _SERVER_OPTIONS),
     "az": _Scheme(_open_objects, _SERVER_OPTIONS | {"endpoint"}),

@@ -15,9 +15,9 @@ class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
     """Those of every store connector, and those of the stores, which the URLs must know."""
 
     url: str = option(
-        help="redis://host:port/db, rediss://…, unix:///socket, lmcache://host:port, s3://bucket/prefix, gs://…, "
-        "az://…, file:///directory, host:///directory, memory://; several, separated by commas, are tiers, the fastest "
-        "first",
+        help="redis://host:port/db, rediss://…, unix:///socket, lmcache://host:port, mooncake://host:port, "
+        "s3://bucket/prefix, gs://…, az://…, file:///directory, host:///directory, memory://; several, separated by "
+        "commas, are tiers, the fastest first",
         metavar="URL[,URL…]",
     )
 
@@ -42,8 +42,9 @@ class StoreUrlConnector(StoreConnector):
 
     @classmethod
     def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
-        url = options.get("url", "redis:// s3://")
+        url = options.get("url", "redis:// mooncake:// s3://")
         redis = Requirement(["redis"], "pip install 'pdkv[redis]'", "url=redis://…, rediss://… or unix://…")
         objects = Requirement(["obstore"], "pip install 'pdkv[objects]'", "url=s3://…, gs://… or az://…")
-        named = [redis] if "redis" in url or "unix://" in url else []
-        return [*named, objects] if re.search("(s3|gs|az)://", url) else named
+        mooncake = Requirement(["mooncake"], "pip install 'pdkv[mooncake]'", "url=mooncake://…")
+        named = {"redis|unix://": redis, "mooncake://": mooncake, "(s3|gs|az)://": objects}
+        return [requirement for pattern, requirement in named.items() if re.search(pattern, url)]

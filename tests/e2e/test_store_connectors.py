@@ -22,7 +22,7 @@ from equality import (
     run_until_preempted,
 )
 from serving_checks import Books, complete_all, read_books, settled_books
-from store_servers import RedisServer, lmcache_server, redis_server, s3_server
+from store_servers import RedisServer, lmcache_server, mooncake_server, redis_server, s3_server
 from traffic import wait_until_true
 
 TOPOLOGIES = {"1P1D": ("--prefill", "1", "--decode", "1"), "2P2D": ("--prefill", "2", "--decode", "2")}
@@ -32,6 +32,7 @@ BLOCK_SIZES: dict[str, tuple[str, ...]] = {
     "32-16": ("--prefill-block-size", "32"),
 }
 LAYERWISE = "load=layerwise"
+SERVERS = ("redis", "lmcache", "mooncake", "s3")
 PATIENT = "lookup_timeout_s=20"
 """Where the number of hits is asserted, a busy machine makes no miss."""
 
@@ -45,7 +46,7 @@ def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 def urls(tmp_path: Path) -> Iterator[Callable[[str], str]]:
     """Makes the URL of a store by its kind; servers end with the test."""
     with ExitStack() as stack:
-        servers = {"redis": redis_server, "lmcache": lmcache_server, "s3": s3_server}
+        servers = {"redis": redis_server, "lmcache": lmcache_server, "mooncake": mooncake_server, "s3": s3_server}
 
         def make(kind: str) -> str:
             return f"file://{tmp_path}/kv" if kind == "file" else stack.enter_context(servers[kind]())
@@ -91,7 +92,7 @@ def test_tokens_over_files(
 
 @pytest.mark.parametrize(
     ("kind", "topology"),
-    [("redis", "2P2D"), *(pytest.param(kind, "1P1D", marks=pytest.mark.slow) for kind in ("redis", "lmcache", "s3"))],
+    [("redis", "2P2D"), *(pytest.param(kind, "1P1D", marks=pytest.mark.slow) for kind in SERVERS)],
 )
 def test_tokens_over_servers(workload: Workload, urls: Callable[[str], str], kind: str, topology: str) -> None:
     """F22: real servers, several units per value."""

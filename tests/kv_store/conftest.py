@@ -14,7 +14,7 @@ from pdkv.kv_store.registry import open_store
 Open = Callable[..., KVStore]
 """open_(url, **options) -> store, closed at the end of the test."""
 
-SERVERS = ("redis", "redis_tcp", "redis_tls", "lmcache", "s3")
+SERVERS = ("redis", "redis_tcp", "redis_tls", "lmcache", "mooncake", "s3")
 KINDS = ("memory", "host", "file", "tiers", *(pytest.param(name, marks=pytest.mark.processes) for name in SERVERS))
 
 
@@ -53,6 +53,12 @@ def redis_tls_url(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="session")
 def lmcache_url() -> Iterator[str]:
     with store_servers.lmcache_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def mooncake_url() -> Iterator[str]:
+    with store_servers.mooncake_server() as url:
         yield url
 
 

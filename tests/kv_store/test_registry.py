@@ -1,5 +1,6 @@
 """Stores by URL, and the ways that a URL or an option can be wrong."""
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> 
         (
             "nope://x",
             r"no store 'nope://x'; known: memory://, host://, file://, redis://, rediss://, redis\+unix://, "
-            r"unix://, lmcache://, s3://, gs://, az://",
+            r"unix://, lmcache://, mooncake://, s3://, gs://, az://",
         ),
         ("/tmp/x", "no store '/tmp/x'; known: memory://"),
         ("", "no store ''; known"),
@@ -71,6 +72,8 @@ def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> 
         ("redis://localhost:hundred/0", "Port could not be cast"),
         ("lmcache://localhost", "lmcache://host:port was expected"),
         ("lmcache://localhost:1/x", "lmcache://host:port was expected"),
+        ("mooncake://localhost", "mooncake://host:port was expected"),
+        ("mooncake://localhost:1?pipeline=2", "unknown option 'pipeline'; known: .*metadata_server"),
         ("file://relative/x", "an absolute path was expected"),
         ("file://", "an absolute path was expected"),
     ],
@@ -118,13 +121,16 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis.connection", None)
     with pytest.raises(ConfigError, match="needs the package redis: pip install"):
         open_store("redis://localhost:1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package mooncake: pip install"):
+        open_store("mooncake://localhost:1")
 
 
 def test_stores_import_neither_torch_nor_connectors() -> None:
     script = (
         "import sys, pkgutil, pdkv.kv_store as package\n"
         "for module in pkgutil.iter_modules(package.__path__): __import__('pdkv.kv_store.' + module.name)\n"
-        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'lmcache', 'redis')"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'lmcache', 'mooncake', 'redis')"
         " or name.startswith('pdkv.connectors')))"
     )
     reply = subprocess.run([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True, check=True)

