@@ -67,6 +67,8 @@ def load_decoder(
                 kept = QuantizedLayers(dequantized, config.quantization, dtype)
         decoder = _Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
     weights.check_unchanged()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what weights were on their way into their layout: others may share the device
     return decoder
 
 
@@ -211,8 +213,13 @@ class _Loader:
     def _tensor(
         self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), *, keep: bool = False
     ) -> torch.Tensor:
-        """With `keep` memory of its own; without, it may lie in the file, and is to be copied before the load ends."""
-        return self.source.get(name, shape, part).to(self.device, self.dtype, copy=keep)
+        """With `keep` memory of its own; without, it may lie in the file, and is to be copied before the load ends.
+
+        Straight to the device, where its dtype is changed: the host holds no more than what it reads.
+        """
+        stored = self.source.get(name, shape, part)
+        moved = stored.to(self.device)
+        return moved.to(self.dtype, copy=keep and moved is stored)
 
     def _fused(self, fused_name: str, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
         """Projections with a common input as one; each part is (name, all its rows, this rank's rows).

@@ -78,3 +78,61 @@ def test_packing_does_not_hold_the_weights_twice(model: Path) -> None:
         assert weights * 0.9 < most_taken < most
         assert weights * 0.9 < taken < weights + SLACK
         assert most < 1.5 * weights, "the bound says something"
+
+
+TO_A_DEVICE = """
+import json, sys
+from pathlib import Path
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from pdkv.models.config import load_model_config
+from pdkv.models.loader import load_decoder
+from pdkv.models.parallel import TensorParallel
+from pdkv.models.shard import Shard
+
+torch.set_num_threads(1)
+
+def own_bytes():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+
+class Watch(TorchDispatchMode):
+    most = 0
+
+    def __torch_dispatch__(self, op, types, arguments=(), options=None):
+        found = op(*arguments, **(options or {}))
+        self.most = max(self.most, own_bytes())
+        return found
+
+path, device, name = Path(sys.argv[1]), torch.device(sys.argv[2]), sys.argv[3]
+one = TensorParallel()
+one.shard = Shard(1, 2) if name == "two ranks" else Shard()
+for _ in range(2):  # the first time torch imports what it needs
+    before = own_bytes()
+    with Watch() as watch:
+        decoder = load_decoder(
+            path, load_model_config(path), dtype=torch.bfloat16, device=device, max_model_len=64, parallel=one,
+            linears="torch", keep_quantized=True,
+        )
+    found = watch.most - before, own_bytes() - before
+    del decoder
+print(json.dumps(found))
+"""
+
+
+def load_to(device: str, path: Path, name: str) -> tuple[int, int]:
+    """Most of the process's own memory during a load, and what it holds then."""
+    command = [sys.executable, "-c", TO_A_DEVICE, str(path), device, name]
+    ran = subprocess.run(command, check=True, capture_output=True, timeout=120.0)
+    most, taken = json.loads(ran.stdout)
+    return most, taken
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc says how much memory a process has")
+@pytest.mark.parametrize("name", ["one rank", "two ranks"])
+def test_weights_go_to_their_device_tensor_by_tensor(name: str, model: Path) -> None:
+    """The device "meta" takes what it is given and holds nothing: what is left is the host's."""
+    most, taken = load_to("meta", model, name)
+    assert most < LARGEST * 4 + SLACK < WEIGHTS
+    assert taken < SLACK
