@@ -28,6 +28,7 @@ class Quantization(NamedTuple):
     method: Method
     bits: int = 8
     block: tuple[int, int] | None = None  # of "scaled"
+    group_size: int | None = None  # inputs that share scales, of the others; 0: all of them; None: not told
     zero_offset: int = 0  # of "gptq": what a stored zero point lacks
     input_scheme: InputScheme | None = None  # of FP8, as the checkpoint has it; None: inputs are not quantized
     fp8_inputs: bool = False  # inputs are quantized as the scheme says: KV is other KV than with dense weights
@@ -61,12 +62,12 @@ def _read_fp8(path: Path, config: Mapping[str, Any]) -> Quantization:
 def _read_gptq(path: Path, config: Mapping[str, Any]) -> Quantization:
     bits = _one_of(path, config, "bits", (2, 4, 8))
     version = _one_of(path, config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    return Quantization("gptq", bits=bits, zero_offset=version == "gptq")
+    return Quantization("gptq", bits=bits, group_size=_group_size(path, config), zero_offset=version == "gptq")
 
 
 def _read_awq(path: Path, config: Mapping[str, Any]) -> Quantization:
     _one_of(path, config, "version", ("gemm", "GEMM"), "gemm")
-    return Quantization("awq", bits=_one_of(path, config, "bits", (4,)))
+    return Quantization("awq", bits=_one_of(path, config, "bits", (4,)), group_size=_group_size(path, config))
 
 
 def _read_compressed(path: Path, config: Mapping[str, Any]) -> Quantization:
@@ -76,9 +77,10 @@ def _read_compressed(path: Path, config: Mapping[str, Any]) -> Quantization:
     found = [_read_group(path, f"config_groups.{name}", group) for name, group in named]
     if not found or any(group != found[0] for group in found):
         raise _unsupported(path, "config_groups", groups, "groups that are all alike")
-    (kind, bits, symmetric, block, scheme), is_packed = found[0], config.get("format") == "pack-quantized"
+    (kind, bits, symmetric, block, group_size, scheme) = found[0]
+    is_packed = config.get("format") == "pack-quantized"
     if is_packed and kind == "int" and bits in (4, 8) and symmetric:
-        return Quantization("packed", bits=bits)
+        return Quantization("packed", bits=bits, group_size=group_size)
     if not is_packed and bits == 8 and symmetric and kind in ("float", "int"):
         _one_of(path, config, "format", ("float-quantized", "int-quantized", "naive-quantized"))
         return Quantization("scaled", block=block, input_scheme=scheme)
@@ -93,6 +95,7 @@ class _Group(NamedTuple):
     bits: object
     symmetric: bool
     block: tuple[int, int] | None
+    group_size: int | None
     input_scheme: InputScheme | None
 
 
@@ -105,7 +108,18 @@ def _read_group(path: Path, field: str, group: object) -> _Group:
     scheme: InputScheme | None = None
     if kind == "float" and isinstance(inputs, Mapping) and (inputs.get("type"), inputs.get("num_bits")) == ("float", 8):
         scheme = "dynamic" if inputs.get("dynamic") else "static"
-    return _Group(kind, weights.get("num_bits"), weights.get("symmetric", True) is True, block, scheme)
+    is_symmetric, group_size = weights.get("symmetric", True) is True, _group_size(path, weights, f"{field}.weights.")
+    return _Group(kind, weights.get("num_bits"), is_symmetric, block, group_size, scheme)
+
+
+def _group_size(path: Path, config: Mapping[str, Any], prefix: str = "") -> int | None:
+    """As of Quantization; -1 says what 0 does there."""
+    value = config.get("group_size")
+    if value is None:
+        return None
+    if type(value) is not int or (value < 1 and value != -1):
+        raise _unsupported(path, f"{prefix}group_size", value, "a positive number, or -1 for all inputs")
+    return max(value, 0)
 
 
 def _block(path: Path, field: str, value: object) -> tuple[int, int] | None:

@@ -14,6 +14,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 SCALE, _SCALE_INV, _INPUT_SCALE = ".weight_scale", ".weight_scale_inv", ".input_scale"
 
+_SCALED = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.int8)
+
 MARKS: Mapping[Method, tuple[str, ...]] = {
     "scaled": (SCALE, _SCALE_INV),
     "packed": (".weight_packed",),
@@ -128,6 +130,8 @@ def read_input_scale(layer: LayerTensors) -> torch.Tensor:
 def _read_scaled(layer: LayerTensors, quantization: Quantization, shape: tuple[int, int]) -> ScaledWeight:
     suffix = _SCALE_INV if layer.has(_SCALE_INV) else SCALE
     numbers, scales = layer.get(".weight", shape), layer.scales(suffix)
+    if numbers.dtype not in _SCALED:
+        raise layer.error(f"weight must be of FP8 or torch.int8, got {numbers.dtype}")
     if quantization.block is not None and scales.ndim == 2 and scales.numel() > 1:
         return ScaledWeight(numbers, _blown_up(layer, suffix, scales.float(), quantization.block, shape))
     return ScaledWeight(numbers, read_scales(layer, shape[0]))
@@ -151,7 +155,7 @@ def _read_packed(layer: LayerTensors, quantization: Quantization, shape: tuple[i
     scales = layer.scales(SCALE)
     if scales.ndim != 2 or len(scales) != rows:
         raise layer.error(f"weight_scale must have shape ({rows}, groups), got {tuple(scales.shape)}")
-    groups = _groups(layer, ".weight_g_idx", columns, scales.shape[1])
+    groups = _groups(layer, ".weight_g_idx", columns, scales.shape[1], quantization)
     return GroupedWeight(_unpacked(words, bits)[:, :columns], scales.T, None, groups, bits)
 
 
@@ -161,7 +165,7 @@ def _read_gptq(layer: LayerTensors, quantization: Quantization, shape: tuple[int
     words = layer.words(".qweight", (columns * bits // 32, rows))
     scales = _scales_of_groups(layer, rows)
     zeros = _unpacked(layer.words(".qzeros", (len(scales), rows * bits // 32)), bits) + quantization.zero_offset
-    groups = _groups(layer, ".g_idx", columns, len(scales))
+    groups = _groups(layer, ".g_idx", columns, len(scales), quantization)
     return GroupedWeight(_unpacked(words.T.contiguous(), bits), scales, zeros, groups, bits)
 
 
@@ -171,7 +175,8 @@ def _read_awq(layer: LayerTensors, quantization: Quantization, shape: tuple[int,
     numbers = _in_awq_order(_unpacked(layer.words(".qweight", (columns, rows * bits // 32)), bits))
     scales = _scales_of_groups(layer, rows)
     zeros = _in_awq_order(_unpacked(layer.words(".qzeros", (len(scales), rows * bits // 32)), bits))
-    return GroupedWeight(numbers.T, scales, zeros, _groups(layer, ".g_idx", columns, len(scales)), bits)
+    groups = _groups(layer, ".g_idx", columns, len(scales), quantization)
+    return GroupedWeight(numbers.T, scales, zeros, groups, bits)
 
 
 def _scales_of_groups(layer: LayerTensors, rows: int) -> torch.Tensor:
@@ -182,13 +187,22 @@ def _scales_of_groups(layer: LayerTensors, rows: int) -> torch.Tensor:
     return scales
 
 
-def _groups(layer: LayerTensors, suffix: str, columns: int, num_groups: int) -> torch.Tensor:
-    """The group of each column: equal parts, unless the checkpoint says otherwise."""
-    if not layer.has(suffix):
-        if not num_groups or columns % num_groups:
-            raise layer.error(f"{num_groups} groups of scales do not divide {columns} inputs")
-        return torch.arange(columns, device=layer.device) // (columns // num_groups)
-    groups = layer.get(suffix, (columns,)).long()
+def _groups(
+    layer: LayerTensors, suffix: str, columns: int, num_groups: int, quantization: Quantization
+) -> torch.Tensor:
+    """The group of each column: equal parts, the last one maybe shorter, unless the checkpoint has a tensor of them."""
+    told, is_listed = quantization.group_size, layer.has(suffix)
+    size = (columns // max(num_groups, 1) if told is None else told) or columns
+    wanted = -(-columns // size)
+    if num_groups != wanted and not (told is None and is_listed):
+        why = "which do not divide" if told is None else f"and groups of {size} imply {wanted} for"
+        raise layer.error(f"its scales are of {num_groups} groups, {why} {columns} inputs")
+    if not is_listed:
+        return torch.arange(columns, device=layer.device) // size
+    groups = layer.get(suffix, (columns,))
+    if groups.dtype not in (torch.int32, torch.int64):
+        raise layer.error(f"{suffix[1:]} must be torch.int32, got {groups.dtype}")
+    groups = groups.long()
     if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
         raise layer.error(f"{suffix[1:]} names a group that is none of {num_groups}")
     return groups

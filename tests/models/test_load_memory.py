@@ -85,6 +85,7 @@ import json, sys
 from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from pdkv.host.malloc import give_back_freed
 from pdkv.models.config import load_model_config
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import TensorParallel
@@ -109,6 +110,7 @@ path, device, name = Path(sys.argv[1]), torch.device(sys.argv[2]), sys.argv[3]
 one = TensorParallel()
 one.shard = Shard(1, 2) if name == "two ranks" else Shard()
 for _ in range(2):  # the first time torch imports what it needs
+    give_back_freed()
     before = own_bytes()
     with Watch() as watch:
         decoder = load_decoder(
@@ -136,3 +138,33 @@ def test_weights_go_to_their_device_tensor_by_tensor(name: str, model: Path) -> 
     most, taken = load_to("meta", model, name)
     assert most < LARGEST * 4 + SLACK < WEIGHTS
     assert taken < SLACK
+
+
+@pytest.fixture(scope="module")
+def quantized(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with any numbers of 4 bits, of AWQ's format."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path, tensors = tmp_path_factory.mktemp("quantized"), load_file(model / "model.safetensors")
+    for key in [key for key in tensors if "_proj" in key]:
+        outputs, inputs = tensors.pop(key).shape
+        layer = key.removesuffix(".weight")
+        for name, rows in (("qweight", inputs), ("qzeros", inputs // 128)):
+            tensors[f"{layer}.{name}"] = torch.randint(-(1 << 31), 1 << 31, (rows, outputs // 8)).int()
+        tensors[f"{layer}.scales"] = torch.rand(inputs // 128, outputs).half()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc says how much memory a process has")
+def test_packed_weights_are_never_all_dense(quantized: Path) -> None:
+    """Where a device's memory is the host's: what stays, and a layer's numbers one by one in a few forms."""
+    most, taken = load_to("cpu", quantized, "one rank")
+    packed = WEIGHTS * 0.5 * (1 + 3 / 64) + VOCABULARY * HIDDEN * 2 * 2
+    print("MOST", most, taken, packed)
+    assert taken < packed + SLACK
+    assert most < packed + 5 * LARGEST + SLACK < WEIGHTS * 1.5
