@@ -108,7 +108,7 @@ DAMAGED: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("awq", "scales", torch.ones(5, 64), r"qzeros must be torch.int32 of \(5, 8\), got .* \(2, 8\)"),
     ("awq", "qzeros", None, "qzeros' is missing"),
     ("compressed-int4", "weight_scale", torch.ones(3, 2), r"weight_scale must have shape \(64, groups\), got \(3, 2\)"),
-    ("compressed-int4", "weight_scale", torch.ones(64, 5), "its scales are of 5 groups, and groups of 32 imply 2 for 64 inputs"),
+    ("compressed-int4", "weight_scale", torch.ones(64, 5), "of 5 groups, and groups of 32 imply 2 for 64 inputs"),
     ("awq", "g_idx", torch.zeros(64), "g_idx must be torch.int32, got torch.float32"),
     ("gptq", "g_idx", torch.full((64,), -1, dtype=torch.int32), "g_idx names a group that is none of 2"),
     ("gptq", "g_idx", torch.zeros(63, dtype=torch.int32), r"g_idx' has shape \(63,\), .* \(64,\)"),

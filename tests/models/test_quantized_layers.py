@@ -229,6 +229,9 @@ def test_what_no_kernel_reads_gets_dense_weights_and_says_so(
     assert "o_proj" not in caplog.text, "once for each reason"
     assert "self_attn.q_proj, and others like it, get dense weights: 4-bit weights are multiplied in" in caplog.text
     some_in_each = torch.arange(64) // 33
+    config = load_model_config(path)
+    assert config.quantization is not None
+    config = replace(config, quantization=config.quantization._replace(group_size=None))
     for of_o_proj, words in (
         (
             {"g_idx": torch.arange(64) // 4, "scales": torch.ones(16, 64), "qzeros": torch.ones(16, 8)},
@@ -240,7 +243,7 @@ def test_what_no_kernel_reads_gets_dense_weights_and_says_so(
         caplog.clear()
         put(path, {f"{O_PROJ}.{name}": x if name == "scales" else x.int() for name, x in of_o_proj.items()})
         with caplog.at_level(logging.INFO, "pdkv"):
-            layer = layers_of(load(path))[1]
+            layer = layers_of(load(path, config))[1]
         assert isinstance(layer, Int4Linear) == (words == "nothing")
         assert (words in caplog.text) == (words != "nothing")
 
