@@ -5,7 +5,7 @@ engine has saved; a hand-off is a lookup whose answer is known. No call of a sto
 store gives back is verified before it reaches a block (envelope.py): a store need not be trusted with its memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from pdkv.connectors.base import (
@@ -26,6 +26,7 @@ from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
 from pdkv.errors import StoreUnavailable, TransferError
 from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.codecs.base import Codec
 from pdkv.options import option
 from pdkv.wire.messages import ConnectorKind
 
@@ -56,14 +57,15 @@ class StoreConnector(KVConnector):
             most = min((len(group.layers) for group in config.layout.groups), default=config.layout.num_layers)
             groups = min(LAYERWISE_GROUPS, most) if self.options.load == "layerwise" else 1
         self.sealer = make_sealer(sign=self.options.sign, key_file=self.options.sign_key_file)
-        codec = self.options.make_codec()
-        self.coder = ValueCoder(codec, config.layout) if codec.identity else None
+        codecs = self.options.make_codecs()
+        self.coder = ValueCoder(codecs, config.layout) if codecs[0].identity else None
         self.cut = StoreCut(
             config,
             tokens_per_value=self.options.tokens_per_value,
             layer_groups=groups,
             signer=self.sealer.identity,
-            codec=codec.identity,
+            codec=_identity(codecs),
+            num_forms=len(codecs),
         )
         self._store: KVStore | None = None
 
@@ -73,8 +75,8 @@ class StoreConnector(KVConnector):
 
     @classmethod
     def kv_codec(cls, options: Mapping[str, str]) -> str:
-        codec = cls.options_type.parse(options).make_codec()
-        return codec.identity if codec.lossy else ""
+        codecs = cls.options_type.parse(options).make_codecs()
+        return _identity(codecs) if codecs[0].lossy else ""
 
     @classmethod
     def probe(cls, options: Mapping[str, str]) -> str:
@@ -118,3 +120,8 @@ class StoreConnector(KVConnector):
         store, self._store = self._store, None
         if store is not None:
             store.close()
+
+
+def _identity(codecs: Sequence[Codec]) -> str:
+    """Of all forms of a value together."""
+    return "+".join(codec.identity for codec in codecs)

@@ -1,5 +1,6 @@
 """Bodies of values that a codec makes of the images of their units, filled up to one size."""
 
+from collections.abc import Sequence
 from functools import cache
 
 from pdkv.connectors.transfer.planning import Bytes
@@ -13,32 +14,37 @@ from pdkv.wire.messages import KVLayout
 class ValueCoder:
     """Codes bodies on a connector's threads, which share it.
 
+    Args:
+        codecs: of each form in which values are stored.
+
     Raises:
         ConfigError: the codec cannot code the engine's KV, or the engine keys its KV as exact and it would not be.
     """
 
-    def __init__(self, codec: Codec, layout: KVLayout) -> None:
-        if codec.lossy and codec.identity not in layout.codec.split("+"):
-            raise ConfigError(f"the engine keys its KV as exact, which codec={codec.name} does not keep")
-        if layout.dtype not in DTYPES:
-            raise ConfigError(f"codec={codec.name} codes KV in {', '.join(DTYPES)}, not in {layout.dtype}")
-        self.codec = codec
+    def __init__(self, codecs: Sequence[Codec], layout: KVLayout) -> None:
+        for codec in codecs:
+            if codec.lossy and codec.identity not in layout.codec.split("+"):
+                raise ConfigError(f"the engine keys its KV as exact, which codec={codec.name} does not keep")
+            if layout.dtype not in DTYPES:
+                raise ConfigError(f"codec={codec.name} codes KV in {', '.join(DTYPES)}, not in {layout.dtype}")
+        self.codecs = codecs
         self._layout = layout
         self.body_bytes = cache(self._body_bytes)
-        """(part, number of units) -> bytes of a body, whatever the KV is."""
+        """(form, part, number of units) -> bytes of a body, whatever the KV is."""
 
-    def _body_bytes(self, part: UnitPart, num_units: int) -> int:
-        return self.codec.max_bytes(self._shape(part, num_units))
+    def _body_bytes(self, form: int, part: UnitPart, num_units: int) -> int:
+        return self.codecs[form].max_bytes(self._shape(part, num_units))
 
-    def encode(self, images: Bytes, part: UnitPart, num_units: int, body: Bytes) -> None:
+    def encode(self, images: Bytes, form: int, part: UnitPart, num_units: int, body: Bytes) -> None:
         """Fill a body. Raises KVNotCodable."""
-        coded = self.codec.encode(images, self._shape(part, num_units))
+        coded = self.codecs[form].encode(images, self._shape(part, num_units))
         body[: coded.size] = coded
         body[coded.size :] = 0
 
-    def decode(self, body: Bytes, part: UnitPart, num_units: int, images: Bytes) -> None:
+    def decode(self, body: Bytes, form: int, part: UnitPart, num_units: int, images: Bytes) -> None:
         """Fill images from a body. Raises KVCorrupted."""
-        self.codec.decode(self.codec.trim(body), self._shape(part, num_units), images)
+        codec = self.codecs[form]
+        codec.decode(codec.trim(body), self._shape(part, num_units), images)
 
     def _shape(self, part: UnitPart, num_units: int) -> PartShape:
         layout = self._layout

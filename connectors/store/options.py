@@ -1,6 +1,7 @@
 """--connector-config that all store connectors have."""
 
 from pdkv.connectors.base import LoadMode
+from pdkv.errors import ConfigError
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.codecs.base import Codec
 from pdkv.kv_store.codecs.registry import make_codec
@@ -37,14 +38,28 @@ class StoreConnectorOptions(Options):
         "raw", "form of the KV: raw, or with errors fp8, int8, cachegen; the same on all engines", metavar="NAME"
     )
     codec_level: int | None = option(None, "how coarse, from 0; absent: the codec's default", ge=0)
+    codec_deadline_s: float | None = seconds(
+        None, "store the coarsest level too, and load it, or compute, where a load would take longer than this"
+    )
     sign: bool = option(False, "sign values, and read only those with the right signature; the same on all engines")
     sign_key_file: str = option(
         "", "file of the secret; empty: the variable PDKV_STORE_SIGN_KEY has it", metavar="FILE"
     )
 
-    def make_codec(self) -> Codec:
-        """Raises ConfigError for a codec or a level that there is not."""
-        return make_codec(self.codec, self.codec_level)
+    def make_codecs(self) -> list[Codec]:
+        """The forms in which each value is stored, the finest first.
+
+        Raises:
+            ConfigError: no such codec or level, or a deadline and nothing to choose from.
+        """
+        codec = make_codec(self.codec, self.codec_level)
+        if self.codec_deadline_s is None:
+            return [codec]
+        if codec.level == codec.levels[-1]:
+            raise ConfigError(f"codec_deadline_s: codec={codec.name} has no level behind {codec.level} to choose")
+        if self.load == "layerwise":
+            raise ConfigError("codec_deadline_s: a forward pass waits for its layers, so load=async is needed")
+        return [codec, make_codec(self.codec, codec.levels[-1])]
 
     def open_store(self) -> KVStore:
         """The store, whose methods may block: they are called on I/O threads. Called once in each process, at start.

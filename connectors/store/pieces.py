@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
-from pdkv.connectors.store.plan import Value, ValuePart
+from pdkv.connectors.store.plan import Value, ValuePart, form_suffix
 from pdkv.connectors.transfer.planning import Bytes
 
 
@@ -14,6 +14,12 @@ class Piece(NamedTuple):
     part: ValuePart
     values: Sequence[Value]  # as large as the first one; the last may be smaller
     body_bytes: Callable[[int], int]  # of a value of so many units
+    form: int = 0  # in which they are stored
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all bodies."""
+        return sum(map(self.bytes_of, self.values))
 
     def bytes_of(self, value: Value) -> int:
         """Of its body."""
@@ -27,6 +33,7 @@ class Slot(NamedTuple):
     part: ValuePart
     key: bytes
     data: Bytes  # its body, and its envelope
+    form: int = 0
 
     @property
     def body(self) -> Bytes:
@@ -53,7 +60,7 @@ def pack(pieces: Sequence[Piece], capacity: int, *, split: bool) -> Iterator[lis
     packed: list[Piece] = []
     room = capacity
     for piece in pieces:
-        part, values, body_bytes = piece
+        part, values = piece.part, piece.values
         if split and packed and packed[-1].part.stage != part.stage:
             yield packed
             packed, room = [], capacity
@@ -67,7 +74,7 @@ def pack(pieces: Sequence[Piece], capacity: int, *, split: bool) -> Iterator[lis
                 room -= piece.bytes_of(values[stop])
                 stop += 1
             if stop > first:
-                packed.append(Piece(part, values[first:stop], body_bytes))
+                packed.append(piece._replace(values=values[first:stop]))
                 first = stop
             if first < len(values):
                 yield packed
@@ -81,9 +88,10 @@ def lay_out(pieces: Sequence[Piece], buffer: Bytes) -> list[Slot]:
     slots: list[Slot] = []
     offset = 0
     for piece in pieces:
+        suffix = piece.part.suffix + form_suffix(piece.form)
         for value in piece.values:
             stop = offset + piece.bytes_of(value) + ENVELOPE_BYTES
-            slots.append(Slot(value, piece.part, value.key + piece.part.suffix, buffer[offset:stop]))
+            slots.append(Slot(value, piece.part, value.key + suffix, buffer[offset:stop], piece.form))
             offset = stop
     slots.sort(key=lambda slot: slot.value.start)
     return slots

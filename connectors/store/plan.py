@@ -95,7 +95,9 @@ class StoreCut:
         layer_groups: int,
         signer: bytes = b"",
         codec: str = "",
+        num_forms: int = 1,
     ) -> None:
+        """`num_forms`: of a value, each with a key of its own; who lacks one is a miss."""
         layout = config.layout
         heads = layout.kv_heads_of_all_ranks
         num_layers = [len(group.layers) for group in layout.groups] or [layout.num_layers]
@@ -117,7 +119,9 @@ class StoreCut:
         """Of a whole value, by KV group."""
         spacing = hit_tokens_with_windows(tokens_per_value, layout.block_size)
         self.hit_tokens = spacing if self.has_windows else tokens_per_value
-        self.suffixes = [self.cut.suffix(s, g) for g in range(layer_groups) for s in range(shards)]  # of all ranks
+        self.forms = range(num_forms)
+        parts = [self.cut.suffix(shard, group) for group in range(layer_groups) for shard in range(shards)]
+        self.suffixes = [part + form_suffix(form) for part in parts for form in self.forms]  # of all ranks
         self._bounds = [[i * n // layer_groups for i in range(layer_groups + 1)] for n in num_layers]  # by KV group
         self._places = layout.places
         self._model = config.model
@@ -255,6 +259,11 @@ def hit_tokens_with_windows(tokens_per_value: int, block_size: int) -> int:
     return lcm(tokens_per_value, block_size)
 
 
+def form_suffix(form: int) -> bytes:
+    """What tells the forms of a part of a value from each other: nothing for the first."""
+    return bytes([form]) if form else b""
+
+
 def _group_suffix(group: int) -> bytes:
     """What tells a value's KV group: nothing for the first."""
     return group.to_bytes(2, "little") if group else b""
@@ -272,6 +281,7 @@ class StoreLoad(msgspec.Struct):
     stop: int
     block_tables: list[list[int]]  # by KV group, the first block begins with token `start`; -1: nothing goes there
     layerwise: bool = False  # the request computes in this step, behind its load
+    is_handoff: bool = False  # it is not for want of time that it is computed
 
 
 class BlockSpan(NamedTuple):

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from pdkv.connectors.store.plan import StoreLoad, Value
+from pdkv.errors import KVNotFound, TransferTimeout
 
 
 class LoadProgress:
@@ -18,12 +19,15 @@ class LoadProgress:
         self._load = load
         self._num_open = {(value.start, value.group): num_parts for value in load.values}
         self._gap = load.stop
+        self._is_late = False
         self._lock = threading.Lock()
 
     @property
-    def has_gap(self) -> bool:
-        """Whether a value is missing."""
-        return self._gap < self._load.stop
+    def code(self) -> str:
+        """Why it is not all there: a value is missing, or there was no time for it; empty: nothing is wrong so far."""
+        if self._gap == self._load.stop:
+            return ""
+        return TransferTimeout.code if self._is_late else KVNotFound.code
 
     def wants(self, value: Value) -> bool:
         """Whether the value is of use as far as is known."""
@@ -39,6 +43,12 @@ class LoadProgress:
         with self._lock:
             self.num_damaged += num_damaged
             self._gap = min([self._gap, *(value.start for value in values)])
+
+    def give_up(self, start: int) -> None:
+        """There is no time for the values from token `start` on."""
+        with self._lock:
+            self._is_late = self._is_late or start < self._gap
+            self._gap = min(self._gap, start)
 
     @property
     def num_tokens(self) -> int:

@@ -255,7 +255,9 @@ class StoreScheduler(SchedulerConnector):
         tails = [tail for tail in self._sources(request, start).tails if tail.start < stop]
         values = self._cut.values_to_load(request.block_keys, start, stop, tails)
         entries = slice(start // self._block_size, -(-stop // self._block_size))
-        self._queued[key] = StoreLoad(key, values, start, stop, [list(table[entries]) for table in block_tables])
+        tables = [list(table[entries]) for table in block_tables]
+        is_handoff = request.kv == "await_peer"
+        self._queued[key] = StoreLoad(key, values, start, stop, tables, is_handoff=is_handoff)
         self._loading[key] = _Loading(start, self._cut.whole_of(values))
         return None
 

@@ -4,8 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import count
+from itertools import compress, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
@@ -16,9 +15,19 @@ from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, Stats, Tr
 from pdkv.connectors.stats import stats_of_tiers
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.store.coding import ValueCoder
+from pdkv.connectors.store.forms import Forms, Pace, choose_form
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
-from pdkv.connectors.store.plan import BlockSpan, StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
+from pdkv.connectors.store.plan import (
+    BlockSpan,
+    StoreCut,
+    StoreLoad,
+    StoreMetadata,
+    StoreSave,
+    Value,
+    ValuePart,
+    form_suffix,
+)
 from pdkv.connectors.store.progress import LayerLoad, LoadProgress
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.transfer.jobs import Transfer
@@ -27,7 +36,7 @@ from pdkv.connectors.transfer.planning import Bytes, Ids, unit_index
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
-from pdkv.errors import ConfigError, KVNotFound, TransferCancelled, TransferError, TransferTimeout
+from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
 
 if TYPE_CHECKING:
@@ -42,6 +51,7 @@ class _Read(NamedTuple):
     load: StoreLoad
     pieces: list[Piece]
     after: StepDone  # of whoever had the blocks before
+    left: Sequence[int] = ()  # bytes from here to the load's end, by form; empty: there is nothing to choose
 
 
 class _Write(NamedTuple):
@@ -88,6 +98,7 @@ class StoreWorker(TransferWorker):
         self._cut = cut
         self._values = values
         self._coder = coder
+        self._pace = Pace()
         self._wake = notify
         self._block_size = config.layout.block_size
         self._saves_fail = False  # the last one did: told once
@@ -110,10 +121,12 @@ class StoreWorker(TransferWorker):
             raise ConfigError(str(error)) from None
         parts = [part.part for parts in self._cut.parts for part in parts]
         per_value = max(self._cut.value_tokens) // HASH_BLOCK_SIZE
-        largest = max(self._body_bytes(part)(per_value) for part in parts)
+        self._forms = Forms(self._pool, self._coder, self._cut.forms)
+        sizes = self._forms.all_sizes(parts)
+        largest = max(body_bytes(per_value) for body_bytes in sizes)
         self._capacity = max(self._options.staging_bytes, largest)  # of a buffer, in bytes of bodies
         threads = self._options.io_threads + self._options.save_threads
-        buffer_size = buffer_bytes(self._capacity, min(self._body_bytes(part)(1) for part in parts))
+        buffer_size = buffer_bytes(self._capacity, min(body_bytes(1) for body_bytes in sizes))
         self._staging = StagingBuffers(threads, buffer_size, streams_of(kv_cache.device))
         if self._coder is not None:
             largest = per_value * max(self._pool.unit_bytes(part) for part in parts)
@@ -136,13 +149,15 @@ class StoreWorker(TransferWorker):
         for drop in meta.drops:
             self.drop(drop.key)
             if drop.tails:
-                keys = [tail.key + part.suffix for tail in drop.tails for part in self._owned(tail.group)]
+                keys = [key for tail in drop.tails for key in self._owned_keys(tail)]
                 name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])
                 tasks = [Task(_Delete(keys), self._save_lane(drop.key))] if keys else []
                 self.submit(name, "send", tasks)
 
     def _start_load(self, load: StoreLoad, after: StepDone) -> None:
-        orders = [_Read(load, pieces, after) for pieces in self._pieces(load.values, split=load.layerwise)]
+        jobs = list(self._pieces(load.values, split=load.layerwise))
+        lefts = self._forms.left(jobs)
+        orders = [_Read(load, pieces, after, left) for pieces, left in zip(jobs, lefts, strict=True)]
         self._progress[load.key] = LoadProgress(load, len(self._cut.parts[0]))
         if load.layerwise:
             num_jobs = [0] * self._cut.num_stages
@@ -166,22 +181,22 @@ class StoreWorker(TransferWorker):
         is_handoff = save.key != save.batch
         self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
 
-    def _body_bytes(self, part: UnitPart) -> Callable[[int], int]:
-        """Bytes of a body by its units."""
-        if self._coder is None:
-            return self._pool.unit_bytes(part).__mul__
-        return partial(self._coder.body_bytes, part)
-
     def _owned(self, group: int) -> list[ValuePart]:
         """The parts of a KV group's values that this rank writes."""
         return [part for part in self._cut.parts[group] if part.owned]
+
+    def _owned_keys(self, value: Value) -> list[bytes]:
+        """Of a value's parts that this rank writes, in all forms; as many of each value."""
+        forms = self._cut.forms
+        return [value.key + part.suffix + form_suffix(form) for part in self._owned(value.group) for form in forms]
 
     def _chunks(self, values: Sequence[Value]) -> Iterator[Sequence[Value]]:
         """Values of one KV group that fill a buffer with all parts that this rank writes."""
         for group, size in enumerate(self._cut.value_tokens):
             own = self._cut.of_group(values, group)
             units = size // HASH_BLOCK_SIZE
-            value_bytes = sum(self._body_bytes(part.part)(units) for part in self._owned(group))
+            parts = [part.part for part in self._owned(group)]
+            value_bytes = sum(body_bytes(units) for body_bytes in self._forms.all_sizes(parts))
             per_job = max(self._capacity // value_bytes, 1)
             yield from (own[i : i + per_job] for i in range(0, len(own), per_job))
 
@@ -259,10 +274,13 @@ class StoreWorker(TransferWorker):
             num_bytes += slot.data.nbytes
 
         try:
+            pieces = self._choose(job, order, progress) if order.left else order.pieces
             with self._staging.take(job.remaining_s()) as buffer:
-                slots = [slot for slot in lay_out(order.pieces, buffer) if progress.wants(slot.value)]
+                slots = [slot for slot in lay_out(pieces, buffer) if progress.wants(slot.value)]
                 if slots:
+                    began = time.monotonic()
                     reading = self._values.get(slots, use)
+                    self._pace.note(num_bytes, time.monotonic() - began)
                     progress.missed([slot.value for slot in reading.missing], reading.num_damaged)
         except BaseException:
             if layers is not None:
@@ -272,6 +290,21 @@ class StoreWorker(TransferWorker):
             layers.done(order.pieces[0].part.stage)
         return num_bytes
 
+    def _choose(self, job: Job, order: _Read, progress: LoadProgress) -> list[Piece]:
+        """The values in the form that comes in time; none of them where none does, and the rest is computed.
+
+        All threads that load are taken to be at it, and to share what the network has as they did for the last reads.
+        """
+        assert self._options.codec_deadline_s is not None
+        left_s = job.transfer.started + self._options.codec_deadline_s - time.monotonic()
+        pace = self._pace.bytes_per_s
+        num_threads = min(self._options.io_threads, len(self.open_jobs(job.key, "receive")))
+        form = choose_form(order.left, pace and pace * num_threads, left_s)
+        if form is None and not order.load.is_handoff:
+            progress.give_up(min(value.start for piece in order.pieces for value in piece.values))
+            return []
+        return self._forms.in_form(order.pieces, self._cut.forms[-1] if form is None else form)
+
     def _fill_blocks(self, job: Job, load: StoreLoad, slot: Slot) -> None:
         """Raises KVCorrupted for a body that no codec has made; nothing is in the blocks then."""
         if self._coder is None:
@@ -280,7 +313,7 @@ class StoreWorker(TransferWorker):
         part, num_units = slot.part.part, slot.value.num_units
         with self._image_staging.take(job.remaining_s()) as buffer:
             images = buffer[: num_units * self._pool.unit_bytes(part)]
-            self._coder.decode(slot.body, part, num_units, images)
+            self._coder.decode(slot.body, slot.form, part, num_units, images)
             self._scatter(load, slot, images)
 
     def _scatter(self, load: StoreLoad, slot: Slot, images: Bytes) -> None:
@@ -298,16 +331,16 @@ class StoreWorker(TransferWorker):
         progress = self._progress.pop(transfer.key, None) if transfer.direction == "receive" else None
         if progress is None:
             return outcome
-        code = outcome.code or (KVNotFound.code if progress.has_gap else "")
+        code = outcome.code or progress.code
         num_tokens = progress.num_tokens if code else 0
         return outcome._replace(code=code, num_tokens=num_tokens, num_damaged=progress.num_damaged)
 
     def _write(self, job: Job, order: _Write) -> int:
         values = order.values
         if order.check:
-            parts = self._owned(0)  # of every group as many, with the same suffixes
-            there = self._values.store.contains_for_all([v.key + part.suffix for v in values for part in parts])
-            values = [value for i, value in enumerate(values) if not all(there[i * len(parts) : (i + 1) * len(parts)])]
+            keys = [key for value in values for key in self._owned_keys(value)]
+            there = set(compress(keys, self._values.store.contains_for_all(keys)))
+            values = [value for value in values if not there.issuperset(self._owned_keys(value))]
         num_bytes = 0
         for pieces in self._pieces(values, owned=True):
             with self._staging.take(job.remaining_s()) as buffer:
@@ -329,7 +362,7 @@ class StoreWorker(TransferWorker):
         with self._image_staging.take(job.remaining_s()) as buffer:
             images = buffer[: value.num_units * self._pool.unit_bytes(part)]
             self._gather_images(job, order, value, part, images)
-            self._coder.encode(images, part, value.num_units, slot.body)
+            self._coder.encode(images, slot.form, part, value.num_units, slot.body)
 
     def _gather_images(self, job: Job, order: _Write, value: Value, part: UnitPart, images: Bytes) -> None:
         units = self._units(order.save.spans[value.group], value.start, value.stop)
@@ -347,12 +380,13 @@ class StoreWorker(TransferWorker):
         return unit_index(span.block_ids[first:last], size, start - origin, stop - origin)
 
     def _pieces(self, values: Sequence[Value], *, split: bool = False, owned: bool = False) -> Iterator[list[Piece]]:
-        """Buffers' worth of all parts of the values; `owned`: of those that this rank writes."""
+        """Buffers' worth of all parts of the values; `owned`: of those that this rank writes, in all forms."""
         pieces = [
-            Piece(part, own, self._body_bytes(part.part))
+            Piece(part, own, self._forms.body_bytes(part.part, form), form)
             for group, parts in enumerate(self._cut.parts)
             if (own := self._cut.of_group(values, group))
             for part in parts
             if part.owned or not owned
+            for form in (self._cut.forms if owned else self._cut.forms[:1])
         ]
         return pack(pieces, self._capacity, split=split)

@@ -1,5 +1,7 @@
 """KV that a codec may have changed: who asked for it finds it, and no other engine ever does."""
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ from recall import make_question
 from pdkv import LLM, SamplingParams
 from pdkv.engine.intake import root_of
 from pdkv.errors import IncompatiblePeers
+from pdkv.kv_store.base import Arrived, Buffer
 from pdkv.kv_store.codecs.registry import CODECS
+from pdkv.kv_store.file_store import FileStore
 from pdkv.router.engines.fleet import check_compatible
 from pdkv.wire.messages import Submit
 
@@ -109,3 +113,21 @@ def test_all_keys_of_an_engine_follow_from_its_codec(tmp_path: Path) -> None:
     with make_llm(url=f"file://{tmp_path}") as llm:
         assert root_of(llm.card, submit) == roots["raw"]
     assert len(set(roots.values())) == 3
+
+
+def test_what_a_slow_store_does_not_bring_in_time_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One value is read and takes twice the time there is. The rest, and the other prompt, are computed."""
+    options = {"url": f"file://{tmp_path}", "codec": "cachegen", "staging_bytes": "1", "io_threads": "1"}
+    with make_llm(**options, codec_deadline_s="30") as llm:
+        assert found(llm) == 0
+    with make_llm(**options, codec_deadline_s="30") as llm:
+        assert found(llm) == 512
+    read = FileStore.read
+
+    def read_slowly(store: FileStore, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
+        threading.Event().wait(0.2)
+        return read(store, keys, out, arrived)
+
+    monkeypatch.setattr(FileStore, "read", read_slowly)
+    with make_llm(**options, codec_deadline_s="0.1") as llm:
+        assert found(llm) == 64
