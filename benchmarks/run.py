@@ -23,6 +23,7 @@ from benchmarks import (
     hosts,
     identity,
     interference,
+    kv_codecs,
     linears,
     many,
     pd_balance,
@@ -77,6 +78,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "linears": linears.run,
     "cpu_step": cpu_step.run,
     "structured": structured.run,
+    "kv_codecs": kv_codecs.run,
 }
 NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny")
 USES_PEER = (*NEEDS_PEER, "structured")
