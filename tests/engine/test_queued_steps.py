@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from deployments import link_text_model
+from no_sync import CUDA, DeviceTensors
 from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from tape import TapeRecorder
 from twin_device import TwinDevice
@@ -33,6 +34,7 @@ from pdkv.models.loader import load_decoder
 from pdkv.wire.messages import KVLayout
 
 MAX_LEN, NUM_BLOCKS, MAX_SEQS = 128, 24, 12
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -243,15 +245,18 @@ VOCAB = 50
 class Chain:
     """A model whose next token is a function of the last one and its position, by torch's operations alone."""
 
-    num_heads, device, dtype = 1, torch.device("cpu"), torch.int64
+    num_heads, dtype = 1, torch.int64
     config = SimpleNamespace(num_layers=1, windows=None, vocab_size=VOCAB, hidden_size=1, eos_token_ids=[])
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Any, rows: torch.Tensor | None) -> Any:
         hidden = ((token_ids * 7 + positions * 3 + 1) % VOCAB).unsqueeze(1)
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (torch.arange(VOCAB) == hidden).float()
+        return (torch.arange(VOCAB, device=self.device) == hidden).float()
 
     @staticmethod
     def output(prompt: list[int], count: int) -> list[int]:
@@ -261,10 +266,10 @@ class Chain:
         return known[len(prompt) :]
 
 
-def chain_runner(**options: Any) -> ModelRunner:
+def chain_runner(device: torch.device = CPU, **options: Any) -> ModelRunner:
     layout = KVLayout(1, 1, 8, 16, "float32", 4)
-    pool = torch.zeros(NUM_BLOCKS, 1, 2, 1, 16, 8)
-    model: Any = Chain()
+    pool = torch.zeros(NUM_BLOCKS, 1, 2, 1, 16, 8, device=device)
+    model: Any = Chain(device)
     return ModelRunner(model, pool, layout, max_num_seqs=4, max_model_len=MAX_LEN, **options)
 
 
@@ -338,6 +343,22 @@ def test_so_it_is_with_graphs(monkeypatch: pytest.MonkeyPatch, keeps_up: bool) -
         return found == EXPECTED
 
     check_every_call(scenario, but=[("record", "StepBuffers.load")])  # of hosts further ahead: test_step_buffers.py
+
+
+class PinnedTwin(TwinDevice):
+    """Of tensors that say they are on a GPU."""
+
+    def make_pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def test_nothing_that_a_launch_calls_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy that blocks, and no look at what is on the device: for the tensors of a GPU each would be an error."""
+    monkeypatch.setattr(streams, "_cuda_streams", lambda device: PinnedTwin())
+    with DeviceTensors():
+        runner = chain_runner(CUDA, decode_sizes=(1, 4))
+        runner.warm_up_decodes(None)
+        assert run_chain(runner, keeps_up=False) == EXPECTED
 
 
 def test_a_device_that_hangs_is_an_error_with_a_type(monkeypatch: pytest.MonkeyPatch) -> None:

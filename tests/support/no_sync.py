@@ -137,15 +137,18 @@ def _inner(x: torch.Tensor) -> torch.Tensor:
     return x.inner if isinstance(x, DeviceTensor) else x
 
 
+_pinned: dict[int, torch.Tensor] = {}
+"""By address; kept, as an address that is used again would be taken for pinned."""
+
+
 def is_pinned(x: torch.Tensor) -> bool:
     """Whether it is a tensor, or a view of one, that `pin_memory` or a factory inside `DeviceTensors` made."""
-    base = x if x._base is None else x._base
-    return getattr(base, "pinned_here", False)
+    return x.untyped_storage().data_ptr() in _pinned
 
 
 def _pin(x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
-    x.pinned_here = True  # type: ignore[attr-defined]
+    _pinned[x.untyped_storage().data_ptr()] = x
     return x
 
 
@@ -184,6 +187,8 @@ class DeviceTensors(TorchFunctionMode):
             raise SyncError(f"{func.__name__} of a tensor of the device")
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], DeviceTensor):
             return _item(func, args)
+        if func is torch.Tensor.copy_ and isinstance(args[0], DeviceTensor):
+            return _copy(torch.ops.aten.copy_.default, args, kwargs)
         is_pinned_wanted = kwargs.pop("pin_memory", False)
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             return DeviceTensor(func(*args, **{**kwargs, "device": "cpu"}))
