@@ -190,6 +190,7 @@ class InProcessExecutor(ModelExecutor):
             self._size_pool(config, size_bytes)  # before the weights, which may take minutes
         self._max_num_seqs = config.max_num_seqs
         self._check_finite = config.check_finite
+        self._attention_backend = config.attention_backend
         self._rank_timeout_s = config.rank_timeout_s
         self._parallel = parallel
         self._model = load_decoder(
@@ -221,6 +222,7 @@ class InProcessExecutor(ModelExecutor):
             max_num_tokens=self._max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
+            attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             num_graphs=0 if self._recorder is None else len(self._decode_sizes),
         )
@@ -249,6 +251,7 @@ class InProcessExecutor(ModelExecutor):
             check_finite=self._check_finite,
             proposer=self._proposer,
             processors=self._processors,
+            attention_backend=self._attention_backend,
             decode_sizes=self._decode_sizes,
             recorder=self._recorder,
             timeout_s=self._rank_timeout_s,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pdkv.engine.attention.select import AttentionName
 from pdkv.engine.kv_cache import allocate_pool
 from pdkv.engine.runner import ModelRunner
 from pdkv.errors import ConfigError
@@ -28,6 +29,7 @@ def profiled_bytes(
     max_num_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
+    attention_backend: AttentionName,
     decode_sizes: Sequence[int],
     num_graphs: int,
 ) -> int:
@@ -38,7 +40,7 @@ def profiled_bytes(
         utilization: the share, in (0, 1].
         max_num_tokens: of a step.
         max_num_seqs: requests of a step, which all draw, with every option.
-        decode_sizes: as in `ModelRunner`.
+        attention_backend, decode_sizes: as in `ModelRunner`.
         num_graphs: how many steps will be captured.
 
     Raises:
@@ -52,6 +54,7 @@ def profiled_bytes(
         layout,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        attention_backend=attention_backend,
         decode_sizes=decode_sizes,
     )
     runner.warm_up(max_num_tokens)

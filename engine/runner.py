@@ -11,7 +11,7 @@ import torch
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
 from pdkv.engine.attention.backend import Layer, pad, to_tensor
-from pdkv.engine.attention.select import make_backend
+from pdkv.engine.attention.select import AttentionName, make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows, Proposer
 from pdkv.engine.finite_check import FiniteCheck
@@ -63,6 +63,7 @@ class ModelRunner:
         check_finite: bool = False,
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
+        attention_backend: AttentionName = "auto",
         decode_sizes: Sequence[int] = (),
         recorder: Recorder | None = None,
         timeout_s: float = 30.0,
@@ -72,6 +73,7 @@ class ModelRunner:
         `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
         `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
         `processors`: those that requests may name.
+        `attention_backend`: as in `make_backend`, which raises ConfigError.
         `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
         `recorder`: captures them when the runner warms up.
         `timeout_s`: how long the device may take for a step.
@@ -90,7 +92,7 @@ class ModelRunner:
         windows = config.windows or [None] * config.num_layers
         places = zip(layout.places, windows, layout.scales, strict=True)
         layers = [Layer(*place, window, scales) for place, window, scales in places]
-        self._attention = make_backend(kv_pool, model.num_heads, layers)
+        self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend)
         self._decodes: DecodeSteps | None = None
         if decode_sizes and self._attention.pads_decodes:
             self._decodes = DecodeSteps(model, self._attention, decode_sizes)

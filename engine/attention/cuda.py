@@ -52,7 +52,16 @@ class CudaAttention(AttentionBackend):
         q, k, v = qkv[:, :own], qkv[:, own : own + kv_heads], qkv[:, own + kv_heads :]
         place = self._layers[layer]
         write_kv(self._pool, place.layer, k, v, step.slot_mapping[place.group], place.kv_scales)
-        out = paged_attention(
+        out = self._attention(layer, q).flatten(1)
+        if layer == len(self._layers) - 1 and step.rows is not None:
+            return out.index_select(0, step.rows)
+        return out
+
+    def _attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Of queries (n, heads, head_size) to the pool, in which the step's keys and values are."""
+        step, place = self._step, self._layers[layer]
+        assert step is not None, "prepare comes first"
+        return paged_attention(
             q,
             self._pool,
             place.layer,
@@ -62,7 +71,4 @@ class CudaAttention(AttentionBackend):
             self._scale,
             window=place.window,
             kv_scales=place.kv_scales,
-        ).flatten(1)
-        if layer == len(self._layers) - 1 and step.rows is not None:
-            return out.index_select(0, step.rows)
-        return out
+        )

@@ -1,24 +1,53 @@
 """Which attention serves a pool."""
 
+import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from pdkv.engine.attention.backend import AttentionBackend, Layer
 from pdkv.engine.attention.cpu import CpuAttention
+from pdkv.errors import ConfigError
 from pdkv.kernels.kv_copy import FP8
 
+logger = logging.getLogger(__name__)
 
-def make_backend(kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> AttentionBackend:
-    """The backend of the pool's device, and dtype: what computes from FP8 does so on any device.
+AttentionName = Literal["auto", "triton", "flashinfer"]
+
+
+def on_device(kv_pool: torch.Tensor) -> bool:
+    """Whether the pool is for a device's attention: what computes from FP8 does so anywhere."""
+    return kv_pool.is_cuda or kv_pool.dtype == FP8
+
+
+def make_backend(
+    kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], name: AttentionName = "auto"
+) -> AttentionBackend:
+    """The backend of the pool's device, and dtype.
 
     Args:
         kv_pool: as in `pool_shape`.
         num_heads: query heads of this rank.
         layers: of the model, in order.
-    """
-    if kv_pool.is_cuda or kv_pool.dtype == FP8:
-        from pdkv.engine.attention.cuda import CudaAttention
+        name: "auto": on a device FlashInfer, where it is installed and right, else our kernels.
 
-        return CudaAttention(kv_pool, num_heads, layers)
-    return CpuAttention(kv_pool, num_heads, layers)
+    Raises:
+        ConfigError: the one that is asked for cannot serve the pool.
+    """
+    if not on_device(kv_pool):
+        if name != "auto":
+            raise ConfigError(f"attention_backend {name!r} is for GPUs, and this engine computes on the CPU")
+        return CpuAttention(kv_pool, num_heads, layers)
+    from pdkv.engine.attention.cuda import CudaAttention
+    from pdkv.engine.attention.flashinfer_check import make_flashinfer
+
+    if name != "triton":
+        backend, remark = make_flashinfer(kv_pool, num_heads, layers)
+        if backend is not None:
+            logger.info("attention of steps with prompts by FlashInfer %s", remark)
+            return backend
+        if name == "flashinfer":
+            raise ConfigError(f"attention_backend 'flashinfer' cannot be: {remark}")
+        logger.info("attention by pdkv's Triton kernels, not by FlashInfer: %s", remark)
+    return CudaAttention(kv_pool, num_heads, layers)

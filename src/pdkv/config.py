@@ -69,6 +69,11 @@ class EngineConfig:
         ge=0,
         le=MAX_SECONDS,
     )
+    attention_backend: Literal["auto", "triton", "flashinfer"] = option(
+        "auto",
+        "attention on a GPU: pdkv's Triton kernels, or FlashInfer for steps with prompts; auto: FlashInfer where it is "
+        "installed and passes a test at start",
+    )
     enforce_eager: bool = option(
         False, "on a GPU, launch the kernels of every step one by one instead of decode steps as CUDA graphs"
     )

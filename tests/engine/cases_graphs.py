@@ -12,9 +12,9 @@ from tape import TapeRecorder
 from triton.runtime.interpreter import InterpretedFunction
 from twin_device import TwinDevice
 
-from pdkv.engine import runner, step_buffers
+from pdkv.engine import step_buffers
 from pdkv.engine.attention import cuda as attention_cuda
-from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.engine.attention import select
 from pdkv.engine.pending import PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.kernels import streams
@@ -44,7 +44,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True, scope="module")
 def _in_triton() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "make_backend", CudaAttention)
+        patch.setattr(select, "on_device", lambda _: True)
         patch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
         patch.setattr(attention_cuda, "write_kv", write_kv_triton)
         yield

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdkv.engine import memory_profile, runner
-from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.engine import memory_profile
+from pdkv.engine.attention import select
 from pdkv.engine.kv_cache import make_layout
 from pdkv.engine.memory_profile import profiled_bytes
 from pdkv.errors import ConfigError
@@ -60,7 +60,7 @@ def model(tiny_model_dir: Path) -> Decoder:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "make_backend", CudaAttention)
+    monkeypatch.setattr(select, "on_device", lambda _: True)
 
 
 def profile(model: Decoder, utilization: float, num_tokens: int, max_num_seqs: int = 8, num_graphs: int = 0) -> int:
@@ -71,6 +71,7 @@ def profile(model: Decoder, utilization: float, num_tokens: int, max_num_seqs: i
         max_num_tokens=num_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=40,
+        attention_backend="auto",
         decode_sizes=(1, max_num_seqs),
         num_graphs=num_graphs,
     )

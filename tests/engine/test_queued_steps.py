@@ -16,8 +16,7 @@ from tape import TapeRecorder
 from twin_device import TwinDevice
 
 from pdkv import LLM, SamplingParams
-from pdkv.engine import runner as runner_module
-from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.engine.attention import select
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import allocate_pool, make_layout
 from pdkv.engine.pending import DoneStep, PendingStep
@@ -329,7 +328,7 @@ def test_a_step_is_one_wait_and_nothing_is_read_before_it(monkeypatch: pytest.Mo
 def test_so_it_is_with_graphs(monkeypatch: pytest.MonkeyPatch, keeps_up: bool) -> None:
     """Replays read inputs at one place, and write hidden states to one place, which each step overwrites."""
     use_device_s_operations(monkeypatch)
-    monkeypatch.setattr(runner_module, "make_backend", CudaAttention)
+    monkeypatch.setattr(select, "on_device", lambda _: True)
 
     def scenario(device: RecordedStreams) -> bool:
         recorder = TapeRecorder()

@@ -16,8 +16,8 @@ from small_models import FEATURES
 
 from pdkv import LLM, SamplingParams
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.engine import runner
 from pdkv.engine.attention import cuda as attention_cuda
+from pdkv.engine.attention import select
 from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.kernels import paged_attention_triton as paged_attention_module
 from pdkv.kernels.digest import hash_rows, seeds_of
@@ -312,7 +312,7 @@ def test_an_engine_over_the_kernels_says_what_transformers_says(
     """Prompts in chunks beside decodes, one of them found in the cache in part; windows, and queries and keys that are
     normed, for qwen3.
     """
-    monkeypatch.setattr(runner, "make_backend", CudaAttention)
+    monkeypatch.setattr(select, "on_device", lambda _: True)
     monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
     for module in (heads, passes):
         monkeypatch.setattr(module, "by_triton", lambda _: True)
