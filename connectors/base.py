@@ -57,7 +57,7 @@ class RequestView(msgspec.Struct, frozen=True):
     num_tokens: int  # prompt + output so far
     num_wanted: int  # KV of tokens [0, num_wanted) is useful; the token behind it is computed here
     block_keys: Sequence[bytes]  # one per full hash block of the tokens so far
-    handoff: KVHandoff | None = None  # await_peer: where prefill says the KV lies
+    handoff: KVHandoff | None = None  # where the KV lies; await_peer: all of it; handoff: what another engine lends
     ticket: bytes | None = None  # handoff: where decode wants the KV
     kv_ready: bool | None = None  # await_peer: what KVReady said; None = nothing yet
     num_local_hit: int = 0  # tokens of the local hit that its blocks begin with, once it has blocks
@@ -438,6 +438,7 @@ class KVConnector(ABC):
     wire_version: ClassVar[int] = 1  # of what its ranks tell peers and put into cards: raised when that changes
     content_addressed: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
+    lends: ClassVar[bool] = False  # a request that will be handed off itself loads what its `handoff` names, too
     kv_groups: ClassVar[bool] = False  # takes several block tables, and windows; else all layers keep all tokens
     needs_own_pool: ClassVar[bool] = True  # if it allocates the pool at all; False: another one does as well
     one_process: ClassVar[bool] = False  # its engines share a process: `pd launch` refuses it for several

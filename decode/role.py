@@ -85,9 +85,11 @@ class DecodeRole(DecodeHooks):
                 request.name, submit.transfer_id, outcome.code, outcome.num_tokens, self._policy,
             )  # fmt: skip
         self._counts = counts
-        if request.kv != "await_peer":
-            return True  # a cache's miss: what it did not have is computed
         loaded = Loaded(submit.request_id, submit.attempt, ok, outcome.code, outcome.num_bytes, outcome.seconds)
+        if request.kv != "await_peer":
+            if request.handoff is not None:  # lent: the router returns it
+                self._send(request.router_id, loaded)
+            return True  # a cache's miss: what it did not have is computed
         self._send(request.router_id, loaded)
         if ok or self._policy == "recompute":  # else another attempt may read it: the router ends its lease
             lease = submit.attempt if request.handoff is None else request.handoff.attempt

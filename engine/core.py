@@ -17,10 +17,11 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.request import Request, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
-from pdkv.errors import InvalidRequest, NonFiniteLogits, PdkvError, RankError, RequestTimeout, ServerBusy
+from pdkv.errors import InvalidRequest, KVNotFound, NonFiniteLogits, PdkvError, RankError, RequestTimeout, ServerBusy
 from pdkv.log_fields import RequestName
 from pdkv.log_limit import LogLimit
 from pdkv.wire.frames import key_of
+from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     PROBE_SALT,
@@ -416,6 +417,9 @@ class EngineCore:
             self._outbox(router_id, Finished(*key, reason, SourceCounts(), stop_token_id))
             self._remember(key)
             return
+        if submit.until == "cached":
+            self._lend(request, now)
+            return
         try:
             may_start = self.grammars.add(request)
         except PdkvError as error:
@@ -426,6 +430,23 @@ class EngineCore:
         self._transfers[request.transfer_key] = key
         if may_start:
             self.scheduler.add(request)
+
+    def _lend(self, request: Request, now: float) -> None:
+        """Hand off what the cache has of a prompt: leased as after a prefill, under the borrower's name for it."""
+        kv = self.scheduler.kv
+        hit = kv.find_hit(request)
+        if not hit.num_tokens:
+            error = KVNotFound("the cache has nothing of it", transfer_id=request.transfer_key[0])
+            self._outbox(request.router_id, _failed(request.key, error))
+            self._remember(request.key)
+            return
+        admitted = kv.admit(request, hit, hit.num_tokens, hit.num_tokens)
+        assert admitted, "a hit alone takes no new block"
+        request.num_computed = request.num_confirmed = hit.num_tokens
+        self.external.report_confirmed(request, last=True)
+        self.prefill.handed_off(request, self.external.finished(request), now)
+        kv.free(request)
+        self._remember(request.key)
 
     def _refuse(self, router_id: str, key: RequestKey, error: PdkvError) -> None:
         """A Submit cannot be served."""
@@ -450,8 +471,9 @@ class EngineCore:
         transfer = (submit.transfer_id, submit.attempt)
         if transfer in self._transfers or self.prefill.holds(transfer):
             raise InvalidRequest(f"transfer {submit.transfer_id} belongs to another request", param="transfer_id")
-        if submit.handoff is not None and submit.handoff.transfer_id != submit.transfer_id:
-            text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {submit.transfer_id}"
+        wanted = lent_id(submit.transfer_id) if submit.kv == "handoff" else submit.transfer_id
+        if submit.handoff is not None and submit.handoff.transfer_id != wanted:
+            text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {wanted}"
             raise InvalidRequest(text, param="handoff")
         if submit.handoff is not None and submit.handoff.attempt > submit.attempt:
             text = f"the hand-off is of attempt {submit.handoff.attempt}, which comes after attempt {submit.attempt}"

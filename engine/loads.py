@@ -51,10 +51,12 @@ class Loads:
         if not self._kv.admit(request, hit, stop, stop):
             return False
         request.num_confirmed = hit.num_tokens
-        load = KVLoad(request, request.num_confirmed, stop, now + self._timeout_s)
+        is_lent = request.handoff is not None and request.kv == "handoff"
+        timeout_s = (request.submit.load_timeout_s if is_lent else 0.0) or self._timeout_s
+        load = KVLoad(request, request.num_confirmed, stop, now + timeout_s)
         self._external.add_load(load)
         ticket = self._external.start(load) if source_known or load.start == load.stop else None
-        if request.kv == "await_peer":
+        if request.kv == "await_peer" or ticket is not None:
             self._decode.load_allocated(request, load.start, load.stop, ticket)
         if load.done:
             self._finished(load, TransferOutcome())
@@ -138,7 +140,7 @@ class Loads:
         request.num_external = load.stop - load.start
         request.source_is_peer = request.kv == "await_peer"
         load.done = True
-        if request.kv == "await_peer":
+        if request.kv == "await_peer" or request.handoff is not None:
             self._decode.load_ended(request, True, outcome)
         if load.layerwise_step is not None:
             self._take_over(load)

@@ -61,7 +61,7 @@ class StopRules:
         self._processors.check(submit.params.logits_processors)
         if submit.adapter:
             raise InvalidRequest(f"adapter {clip(submit.adapter)!r} cannot be served: adapters are not supported")
-        if (submit.kv == "handoff") != (submit.until == "first_token"):
+        if (submit.kv == "handoff") != (submit.until != "end"):
             raise InvalidRequest(f"kv={submit.kv!r} does not go with until={submit.until!r}")
         if submit.kv != "local" and not has_connector:
             raise InvalidRequest(f"kv={submit.kv!r} needs a connector, and this engine has none")

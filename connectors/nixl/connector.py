@@ -87,6 +87,7 @@ class NixlPullScheduler(PullScheduler):
 class NixlPullConnector(NixlConnector):
     """Decode reads."""
 
+    lends: ClassVar[bool] = True
     kv_groups: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
@@ -103,6 +104,7 @@ class NixlPushConnector(NixlConnector):
     """Prefill writes."""
 
     kind: ClassVar[ConnectorKind] = "push"
+    lends: ClassVar[bool] = True
     kv_groups: ClassVar[bool] = True
     concurrent: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata

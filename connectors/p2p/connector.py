@@ -28,6 +28,7 @@ class P2PConnector(KVConnector):
 
     kind: ClassVar[ConnectorKind] = "push"
     wire_version: ClassVar[int] = FRAMES_VERSION
+    lends: ClassVar[bool] = True
     kv_groups: ClassVar[bool] = True
     concurrent: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata

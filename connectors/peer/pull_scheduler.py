@@ -115,10 +115,10 @@ class PullScheduler(SchedulerConnector):
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         self._found.pop(request.transfer_key, None)
-        if request.kv == "await_peer":
-            if request.handoff is None:
-                return NO_MATCH if request.kv_ready is False else ASK_AGAIN
+        if request.handoff is not None:
             match = self._match_handoff(request, request.handoff, num_computed_tokens, request.num_wanted)
+        elif request.kv == "await_peer":
+            return NO_MATCH if request.kv_ready is False else ASK_AGAIN
         else:
             # The table of blocks by content knows no groups.
             match = None if self.config.layout.groups else self.match_content(request, num_computed_tokens)
@@ -164,7 +164,7 @@ class PullScheduler(SchedulerConnector):
             source=match.source.tobytes(),
             generations=match.generations.tobytes(),
             block_ids=own,
-            is_handoff=match.is_handoff,
+            is_handoff=match.is_handoff and request.kv == "await_peer",
             own_generations=self._table.generations_of(own).tobytes(),
             filled=filled,
         )

@@ -33,6 +33,7 @@ from pdkv.connectors.transfer.block_runs import MAX_BLOCKS, pack_blocks, unpack_
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.errors import MalformedMessage, TransferError
 from pdkv.wire.decoding import decode_total
+from pdkv.wire.lending import borrower_id
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard
 
 
@@ -51,6 +52,10 @@ class PushTicket(msgspec.Struct, frozen=True, array_like=True):
     def key(self) -> TransferKey:
         """(transfer_id, attempt)."""
         return (self.transfer_id, self.attempt)
+
+    def may_have(self, source: TransferKey) -> bool:
+        """Whether it may ask for that hand-off: of its own transfer, or lent to it, and of no later attempt."""
+        return self.transfer_id == borrower_id(source[0]) and self.attempt >= source[1]
 
     def block_ids(self, block_size: int) -> Ids:
         """The receiver's blocks, whose size its card says.
@@ -138,15 +143,20 @@ class PushScheduler(SchedulerConnector):
         self._num_resent = 0
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
-        if request.kv != "await_peer" or request.kv_ready is False:
+        if request.kv_ready is False:
             return NO_MATCH
-        return MatchedTokens(request.num_wanted - num_computed_tokens)
+        if request.kv == "await_peer":
+            return MatchedTokens(request.num_wanted - num_computed_tokens)
+        lent = request.handoff
+        if lent is None or not self.peers.knows(lent.engine, lent.epoch):
+            return NO_MATCH
+        return MatchedTokens(max(min(lent.num_tokens, request.num_wanted) - num_computed_tokens, 0))
 
     def update_state_after_alloc(
         self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
         """The ticket. Blocks too scattered to be named within its bound fail the load at once."""
-        if request.kv != "await_peer":
+        if request.kv != "await_peer" and (request.handoff is None or not num_external_tokens):
             return None
         start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
         own = self._own_blocks(block_tables, start, stop)
@@ -280,7 +290,7 @@ class PushScheduler(SchedulerConnector):
         if last is not None and last.encoded == request.ticket:
             return last
         ticket = decode_ticket(request.ticket)
-        if ticket is not None and (ticket.transfer_id != key[0] or ticket.attempt < key[1]):
+        if ticket is not None and not ticket.may_have(key):
             ticket = None  # of another request, or of an attempt that was over when this one began
         sending = _Sending(request.ticket, ticket, key, ticket.start if ticket is not None else 0)
         if last is not None:

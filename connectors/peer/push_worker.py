@@ -357,7 +357,7 @@ class PushWorker(PeerWorker):
         """
         ticket = send.ticket
         card = self.peers.card(ticket.engine, ticket.epoch)
-        if ticket.transfer_id != send.source[0] or ticket.attempt < send.source[1]:
+        if not ticket.may_have(send.source):
             raise TransferError("the ticket is another transfer's", transfer_id=send.key[0], attempt=send.key[1])
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.token_bytes

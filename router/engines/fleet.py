@@ -15,6 +15,7 @@ from pdkv.router.engines.foreign_marks import ForeignMarks
 from pdkv.router.engines.health import EngineHealth
 from pdkv.router.generations.request import Route
 from pdkv.router.routing.policies import EngineView, Side
+from pdkv.router.routing.reuse import Speeds
 from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
 from pdkv.wire.refusal_note import RefusalNote
 
@@ -176,6 +177,7 @@ class Counters:
         self.dropped_messages = 0  # of requests or attempts that had ended, or that nobody knows
         self.duplicate_tokens = 0
         self.load_failures = 0
+        self.loans: Counter[str] = Counter()  # loads of what another engine lent, by how they ended: "ok" or a code
 
 
 class Fleet:
@@ -187,6 +189,7 @@ class Fleet:
         self.complete_once = complete_once  # every engine has been ready at the same time
         self._identity = identity
         self.pairs = PairBreakers()
+        self.speeds = Speeds()
         self._foreign: frozenset[tuple[str, str]] = frozenset()  # ready engines that no KV can pass between
         self.hearsay = ForeignMarks(MARK_TICKS)
 
@@ -266,6 +269,7 @@ class Fleet:
         state = self.engines[name]
         state.life, state.load, state.books = "dead", None, Books()
         state.num_deaths += 1
+        self.speeds.forget(name)
         state.health = EngineHealth()
         if not state.draining:  # else it was to end
             state.breaker.died(now)
@@ -297,6 +301,13 @@ class Fleet:
         told = self.hearsay.engines(self.cards())
         closed = [e for e in paired if e.breaker.passes(now) and e.name not in told] or paired
         return [e.view(side) for e in closed]
+
+    def can_lend(self, lender: str, borrower: str, now: float) -> bool:
+        """Whether `borrower` may be told to read what `lender` has cached. One that is draining still lends."""
+        one, other = self.engines[lender], self.engines[borrower]
+        if not (one.life == other.life == "ready" and one.card is not None and one.card.lends) or one.suspicion:
+            return False
+        return (lender, borrower) not in self.avoided_pairs(now)
 
     def avoided_pairs(self, now: float) -> frozenset[tuple[str, str]]:
         """(prefill, decode) pairs that are passed over now."""

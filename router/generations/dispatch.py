@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pdkv.config import HealthConfig, RecoveryConfig
+from pdkv.config import HealthConfig, RecoveryConfig, Reuse
 from pdkv.errors import EngineGivenUp, EngineUnavailable, NoEngine
 from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.backend import Backend
@@ -58,10 +58,13 @@ class Dispatcher(Listener):
         await_all: bool = True,
         identity: str = "",
         health: HealthConfig = NO_PROBES,
+        reuse: Reuse = "auto",
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is taken.
+
+        `reuse`: when prefill reads what other engines have cached.
 
         `await_all`: not ready before all engines have been; else as soon as a prompt can be run and decoded.
 
@@ -74,6 +77,7 @@ class Dispatcher(Listener):
         self._routes = RouteChooser(
             fleet, index, tiers,
             policy=policy, orders=orders, rng=rng or random.Random(), take_over=limits.take_over,
+            reuse=reuse,
         )  # fmt: skip
         losses = Recovery(limits, fleet, counters)
         super().__init__(
@@ -234,7 +238,7 @@ class Dispatcher(Listener):
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
         generation = Generation(flow, self.abort, now)
         if route is not NOWHERE:
-            generation.num_uncached = self._routes.uncached_tokens(request, route.prefill)
+            generation.num_uncached = self._routes.uncached_tokens(request, route.prefill, route.offer)
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation

@@ -8,10 +8,13 @@ from typing import Any
 from pdkv.errors import (
     EngineGivenUp,
     InvalidRequest,
+    KVNotFound,
     RequestAborted,
     RequestFailed,
     RequestTimeout,
     ServerBusy,
+    StaleGeneration,
+    TransferTimeout,
     UnsendableMessage,
 )
 from pdkv.log_limit import LogLimit
@@ -22,19 +25,24 @@ from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.engines.probes import Prober
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.flow import RequestFlow, Sends
-from pdkv.router.generations.flow_state import FlowMessage
+from pdkv.router.generations.flow_state import FlowMessage, LenderMessage
 from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.loan import LOAN_TIMEOUT_S
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.generations.request_log import RequestLog
 from pdkv.router.generations.timeline import Delays
 from pdkv.wire.frames import key_of
+from pdkv.wire.lending import borrower_id, is_lent
 from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, RouterToEngine, Submit, Tokens
 
 logger = logging.getLogger(__name__)
 
 TIMER_SLACK_S = 0.01
 """By so much may the event loop's clock be ahead of the dispatcher's."""
+
+CACHE_MISSES = (KVNotFound.code, StaleGeneration.code)
+"""How a loan ends whose KV was evicted meanwhile: nothing is wrong with the two engines."""
 
 TELLING_TIMEOUT_S = 5.0
 """A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
@@ -130,6 +138,24 @@ class Driver:
             self._place_parked_soon()
         generation.wake()
 
+    def _handle_loan(self, engine: str, message: LenderMessage, now: float) -> None:
+        """A lender says something about what it was asked for, or has lent."""
+        generation = self._generations.get(borrower_id(message.request_id))
+        if generation is None or not generation.flow.accepts_loan(engine, message):
+            self.counters.dropped_messages += 1
+            return
+        flow = generation.flow
+        if flow.loan.state == "asked":
+            self.fleet.speeds.answered(now - generation.loan_asked_at)
+        self._apply(generation, flow.handle_loan(message, now))
+
+    def _loan_is_late(self, generation: Generation, attempt: int) -> None:
+        """A lender has had its time; if it has not answered, it is done without."""
+        flow = generation.flow
+        if flow.loan.state == "asked" and flow.prefill_attempt == attempt:
+            logger.info("request %s goes on without what %s may have", flow.name, flow.loan.lender)
+            self._apply(generation, flow.go_without_loan(TransferTimeout.code, self._clock()))
+
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
         """Advance one generation."""
         if generation is None or not generation.flow.accepts(engine, message):
@@ -140,8 +166,9 @@ class Driver:
         sends = flow.handle(engine, message, now)
         if isinstance(message, HandedOff):
             self._note_prompt(generation)
+            self.fleet.speeds.computed(engine, message.sources.computed + message.sources.recomputed, message.ran_s)
         elif isinstance(message, Loaded):
-            self._note_load(flow, message, now)
+            self._note_load(flow, engine, message, now)
         self._apply(generation, sends)
 
     def _note_prompt(self, generation: Generation) -> None:
@@ -150,21 +177,25 @@ class Driver:
             generation.prompt_run_in = generation.flow.attempt
             self._enter(generation)
 
-    def _note_load(self, flow: RequestFlow, loaded: Loaded, now: float) -> None:
-        """A KV load ended: the pair's breaker hears of it, unless its prefill engine is gone, which says it all."""
-        prefill, decode = flow.route.prefill, flow.route.decode
-        if not flow.prefill_gone:
-            self.fleet.pairs.loaded(prefill, decode, loaded.ok, now)
+    def _note_load(self, flow: RequestFlow, reader: str, loaded: Loaded, now: float) -> None:
+        """A KV load ended: the pair's breaker hears of it, unless its source is gone, which says it all."""
+        source, is_loan = flow.source_of(reader), reader != flow.route.decode
+        is_telling = self.fleet.is_ready(source) and loaded.code not in CACHE_MISSES if is_loan else not flow.prefill_gone
+        if is_telling:
+            self.fleet.pairs.loaded(source, reader, loaded.ok, now)
+        if is_loan:
+            self.counters.loans[loaded.code or "ok"] += 1
         if loaded.ok:
             self.delays.transferred(loaded)
+            self.fleet.speeds.loaded(loaded.num_bytes, loaded.seconds)
         else:
             self.counters.load_failures += 1
-            logger.warning("KV load from %s to %s for request %s failed: %s", prefill, decode, flow.name, loaded.code)
+            logger.warning("KV load from %s to %s for request %s failed: %s", source, reader, flow.name, loaded.code)
 
     def _generation_of(self, message: RouterToEngine | EngineToRouter) -> Generation | None:
         """What a message is about, if that is under way."""
         key = key_of(message)
-        return self._generations.get(key[0]) if key is not None else None
+        return self._generations.get(borrower_id(key[0])) if key is not None else None
 
     def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
         """A message that this code cannot stand costs its own request and nothing else."""
@@ -297,11 +328,20 @@ class Driver:
         for engine, message in sends:
             self._send(engine, message)
 
+    def _expect_loan(self, generation: Generation | None, attempt: int) -> None:
+        """A lender is asked."""
+        if generation is not None:
+            generation.loan_asked_at = self._clock()
+            loop = asyncio.get_running_loop()
+            loop.call_later(LOAN_TIMEOUT_S, self._loan_is_late, generation, attempt)
+
     def _send(self, engine: str, message: RouterToEngine) -> None:
         """Pass a message on; a request that no frame can carry ends here."""
         if not self.fleet.is_ready(engine):
             return
-        if isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
+        if isinstance(message, Submit) and is_lent(message.request_id):
+            self._expect_loan(self._generations.get(borrower_id(message.request_id)), message.attempt)
+        elif isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
             now = self._clock()
             self.fleet.begin_trial(engine, generation.flow.route, now)
             generation.timeline.sent(engine, message, now)

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
-from pdkv.router.generations.flow_state import FlowMessage, FlowState
+from pdkv.router.generations.flow_state import FlowMessage, FlowState, LenderMessage
 from pdkv.router.generations.request import NOWHERE, Route
 from pdkv.router.generations.submits import make_submit
 from pdkv.wire.failures import error_of
@@ -49,16 +49,16 @@ class RequestFlow(FlowState):
             return [self._submit_decode(now)]
         match route.order:
             case "prefill_first":
-                return [self._submit_prefill(now)]
+                return self._submit_prefill(now)
             case "concurrent":
-                return [self._submit_decode(now), self._submit_prefill(now)]
+                return [self._submit_decode(now), *self._submit_prefill(now)]
             case "needs_peer_first" | "decode_first":
                 return [self._submit_decode(now)]
 
     def begin(self, route: Route, now: float) -> Sends:
         """Engines are there for a flow that awaits them."""
         assert self.awaits_route
-        self.route = route
+        self._take_route(route)
         return self.start(now)
 
     def bind_decode(self, engine: str, now: float) -> Sends:
@@ -115,10 +115,14 @@ class RequestFlow(FlowState):
                 return self._on_finished(engine, message)
             case HandedOff():
                 return self._on_handed_off(message, now)
+            case Allocated() if engine != self.route.decode:
+                return self.loan.forward(message.ticket) if message.ticket is not None else _NOTHING
             case Allocated():
                 return self._on_allocated(message, now)
             case KVReady():
                 return self._on_kv_ready(message)
+            case Loaded() if engine != self.route.decode:
+                return self.loan.end()
             case Loaded():
                 self.load = message
                 return _NOTHING
@@ -126,6 +130,26 @@ class RequestFlow(FlowState):
                 return self._release()
             case Failed():
                 return self._on_failed(engine, message)
+
+    def handle_loan(self, message: LenderMessage, now: float) -> Sends:
+        """What a lender says, if `accepts_loan`."""
+        if self.ended:
+            return _NOTHING
+        match message:
+            case HandedOff() if self.loan.grant(message):
+                return self._ask_prefill(now)
+            case Failed(code=code) | KVReady(ok=False, code=code):
+                return self.go_without_loan(code, now)
+        return _NOTHING
+
+    def go_without_loan(self, code: str, now: float) -> Sends:
+        """The lender has nothing, is gone, or takes too long: what it was to lend is computed. Idempotent."""
+        state, sends = self.loan.state, self.loan.end()
+        if self.ended or state in ("wanted", "over"):
+            return sends
+        if state == "asked":
+            return [*sends, *self._ask_prefill(now)]
+        return [*sends, (self.route.prefill, KVReady(self.request_id, self.prefill_attempt, ok=False, code=code))]
 
     def engine_died(self, engine: str) -> Sends:
         """An engine of the route is gone; nothing more will come from it."""
@@ -186,9 +210,10 @@ class RequestFlow(FlowState):
         if engine == self.route.decode:
             return self._give_up_prefill() if self.declined else _NOTHING
         self._num_before_decode = len(output.token_ids)
+        sends = self.loan.end()  # it has what it wanted of it
         if self.decode == "running" and not self.declined and not output.is_last(len(output.token_ids)):
-            return [(self.route.decode, Continue(self.request_id, self.attempt, list(token_ids)))]
-        return _NOTHING
+            sends.append((self.route.decode, Continue(self.request_id, self.attempt, list(token_ids))))
+        return sends
 
     def _on_finished(self, engine: str, message: Finished) -> Sends:
         if engine == self.route.decode:
@@ -235,7 +260,9 @@ class RequestFlow(FlowState):
         self.declined = False
         self._ticket = message.ticket
         if self.prefill == "idle":
-            return [self._submit_prefill(now)]
+            return self._submit_prefill(now)
+        if self.loan.state == "asked":
+            return _NOTHING  # prefill gets the ticket with its Submit
         if message.ticket is not None:
             if self._prefill_gone:
                 return self._never()
@@ -265,9 +292,22 @@ class RequestFlow(FlowState):
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
-    def _submit_prefill(self, now: float) -> tuple[str, RouterToEngine]:
+    def _submit_prefill(self, now: float) -> Sends:
+        """Prefill's part begins: where another engine lends what prefill lacks, that one is asked first."""
         self.prefill = "running"
-        return self.route.prefill, self._submit(now, until="first_token", kv="handoff", ticket=self._ticket)
+        offer = self.route.offer
+        if offer is None or self.loan.state != "wanted":
+            return self._ask_prefill(now)
+        return [(offer.lender, self.loan.ask(self.request, offer.num_tokens, self.deadline - now))]
+
+    def _ask_prefill(self, now: float) -> Sends:
+        lent, ticket, number = self.loan.handoff, self._ticket, self._ticket_number
+        first_ticket = None if number else ticket
+        submit = self._submit(now, until="first_token", kv="handoff", handoff=lent, ticket=first_ticket)
+        sends: list[tuple[str, RouterToEngine]] = [(self.route.prefill, submit)]
+        if ticket is not None and number:  # of a decode engine that came while the lender was asked
+            sends.append((self.route.prefill, KVTicket(self.request_id, self.prefill_attempt, ticket, number)))
+        return sends
 
     def _submit_decode(self, now: float) -> tuple[str, RouterToEngine]:
         self.decode = "running"
@@ -292,7 +332,7 @@ class RequestFlow(FlowState):
             list(self.output.token_ids),
             request_id=self.request_id,
             transfer_id=self.transfer_id,
-            attempt=self.attempt,
+            attempt=self.prefill_attempt if kv == "handoff" else self.attempt,
             timeout_s=self.deadline - now,
             kv=kv,
             until=until,
@@ -301,6 +341,7 @@ class RequestFlow(FlowState):
             handoff=handoff,
             ticket=ticket,
             trial_tokens=self.trial_tokens,
+            load_timeout_s=offer.load_timeout_s if kv == "handoff" and (offer := self.route.offer) is not None else 0.0,
         )
 
     def _forwarded(self, message: KVReady) -> KVReady:
@@ -322,10 +363,11 @@ class RequestFlow(FlowState):
 
     def _give_up_prefill(self) -> Sends:
         """Nothing is wanted from prefill any more."""
+        returned = self.loan.end()
         if self.prefill != "running":
-            return self._release()
+            return [*returned, *self._release()]
         self.prefill = "done"
-        return [(self.route.prefill, Abort(self.request_id, self.prefill_attempt)), *self._release()]
+        return [*returned, (self.route.prefill, Abort(self.request_id, self.prefill_attempt)), *self._release()]
 
     def _abort_decode(self) -> Sends:
         if self.decode != "running":

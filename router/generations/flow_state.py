@@ -4,6 +4,7 @@ from typing import Literal
 
 from pdkv.errors import PdkvError
 from pdkv.log_fields import RequestName
+from pdkv.router.generations.loan import Loan, LoanKey
 from pdkv.router.generations.output import Output
 from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.wire.messages import (
@@ -22,6 +23,9 @@ from pdkv.wire.messages import (
 
 FlowMessage = Tokens | Finished | HandedOff | Allocated | KVReady | Loaded | Failed | Release
 """What an engine says about one request."""
+
+LenderMessage = HandedOff | Failed | KVReady
+"""What an engine says that is asked for a loan."""
 
 SideState = Literal["idle", "running", "done"]
 """Of one engine's part: not submitted, submitted, over (it said its last word, or it is gone)."""
@@ -50,7 +54,7 @@ class FlowState:
         self._begin(route)
 
     def _begin(self, route: Route) -> None:
-        self.route = route
+        self._take_route(route)
         self.prefill: SideState = "idle"
         self.decode: SideState = "idle"
         self.declined = False  # decode prefills by itself
@@ -65,6 +69,10 @@ class FlowState:
         self._ticket_number = 0  # of the ticket that came, or will come, last
         self._handoff: KVHandoff | None = None
         self._kv_ready: KVReady | None = None
+
+    def _take_route(self, route: Route) -> None:
+        self.route = route
+        self.loan = Loan(route, LoanKey(self.request_id, self.transfer_id, self.prefill_attempt))
 
     def _recovered(self) -> None:
         self.failure: PdkvError | None = None
@@ -154,6 +162,15 @@ class FlowState:
         if message.attempt != self.prefill_attempt:
             return False
         return engine == route.prefill or (engine == route.decode and isinstance(message, Release))
+
+    def accepts_loan(self, engine: str, message: LenderMessage) -> bool:
+        """Whether a lender's message is about this attempt."""
+        return engine == self.loan.lender and message.attempt == self.prefill_attempt
+
+    def source_of(self, reader: str) -> str:
+        """The engine that `reader` has its KV from, or will."""
+        borrows = reader == self.route.prefill and not self.route.aggregated
+        return self.loan.lender if borrows else self.route.prefill
 
     @property
     def prefill_gone(self) -> bool:

@@ -23,6 +23,7 @@ class Generation:
         self.num_uncached = 0  # prompt tokens that this attempt computes
         self.has_lossy_store = False  # an engine of it keeps KV in a codec with errors
         self.prompt_run_in = -1  # the last attempt in which the prompt was run
+        self.loan_asked_at = began  # of the lender that was asked last
         self.timer: asyncio.TimerHandle | None = None
         self.failures: FailureRecord | None = None  # what has gone wrong so far
         self._on_abort = on_abort

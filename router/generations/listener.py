@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from pdkv.errors import IncompatiblePeers
+from pdkv.errors import IncompatiblePeers, PeerGone
 from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.engines.probes import Prober
@@ -14,6 +14,7 @@ from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
 from pdkv.router.routing.tier_index import TierIndex
+from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     Allocated,
     Beat,
@@ -138,6 +139,9 @@ class Listener(Driver):
             logger.exception("an error while finding out who ended %s; its requests go on elsewhere", name)
         for generation in victims:
             self._advance(generation, partial(generation.flow.engine_died, name), f"the end of {name}")
+        for generation in [g for g in self._generations.values() if g.flow.loan.lender == name]:
+            go_on = partial(generation.flow.go_without_loan, PeerGone.code, self._clock())
+            self._advance(generation, go_on, f"the end of {name}")
         self._send_peers()
         self.changes.notify()
         self._place_parked_soon()
@@ -164,6 +168,8 @@ class Listener(Driver):
     def _take(self, name: str, message: RouterToEngine | EngineToRouter, now: float) -> None:
         """Act on one message of an engine that brings no tokens."""
         match message:
+            case HandedOff() | KVReady() | Failed() if is_lent(message.request_id):
+                self._handle_loan(name, message, now)
             case Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
                 self._handle(self._generations.get(message.request_id), name, message, now)
             case Release():

@@ -41,7 +41,7 @@ class Placement:
                 engine = self._routes.choose_decode(flow.request, prefill, now, without=without)
                 return flow.bind_decode(engine, now)
         route = self._routes.choose(flow.request, now, without=without)
-        generation.num_uncached = self._routes.uncached_tokens(flow.request, route.prefill)
+        generation.num_uncached = self._routes.uncached_tokens(flow.request, route.prefill, route.offer)
         if flow.awaits_decode:  # only the engine that ran it could decode it
             return [*flow.reset(), *flow.begin(route, now)]
         return flow.begin(route, now)

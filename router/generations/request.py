@@ -61,6 +61,14 @@ class Delta(NamedTuple):
     stop_token_id: int | None
 
 
+class Offer(NamedTuple):
+    """What another engine has of a prompt, and the prompt's engine has not."""
+
+    lender: str
+    num_tokens: int  # of the prompt's first, as far as is known
+    load_timeout_s: float = 0.0  # then the prompt's engine computes them; 0: its own deadline of a load
+
+
 class Route(NamedTuple):
     """Who runs a request. One engine twice: aggregated, and the order says nothing.
 
@@ -70,6 +78,7 @@ class Route(NamedTuple):
     prefill: str
     decode: str
     order: Order = "prefill_first"
+    offer: Offer | None = None  # read by the prefill engine instead of being computed
 
     @property
     def aggregated(self) -> bool:

@@ -23,6 +23,7 @@ def make_submit(
     handoff: KVHandoff | None = None,
     ticket: bytes | None = None,
     trial_tokens: int = 0,
+    load_timeout_s: float = 0.0,
 ) -> Submit:
     """A request that begins, or goes on behind its output; `timeout_s`: what is left for it, or infinite."""
     params = request.params
@@ -47,4 +48,5 @@ def make_submit(
         trial_tokens=trial_tokens,
         label=request.label,
         traceparent=request.traceparent,
+        load_timeout_s=load_timeout_s,
     )

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 import xxhash
 
 from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
+from pdkv.config import Reuse
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
 from pdkv.router.engines.fleet import Fleet
-from pdkv.router.generations.request import GenerateRequest, Route
+from pdkv.router.generations.request import GenerateRequest, Offer, Route
 from pdkv.router.routing.policies import EngineView, Side, Snapshot, find_policy
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.tier_index import TierIndex
@@ -61,8 +62,10 @@ class RouteChooser:
         orders: Sequence[Order],
         rng: random.Random,
         take_over: bool = False,
+        reuse: Reuse = "auto",
     ) -> None:
-        """`take_over`: where no engine of one role is ready, those of the other do its work, too.
+        """`take_over`: where no engine of one role is ready, those of the other do its work, too. `reuse`: when prefill
+        reads what other engines have cached; auto: where that takes less time than computing it.
 
         Raises:
             ConfigError: an unknown policy.
@@ -74,6 +77,7 @@ class RouteChooser:
         self._orders = tuple(orders)
         self._rng = rng
         self._take_over = take_over
+        self._reuse = reuse
         self._prefill_turn = 0
         self._decode_turn = 0
         self._num_prefill = 1  # candidates when one was chosen last
@@ -99,10 +103,32 @@ class RouteChooser:
             return Route(first, first)
         if not any(self._fleet.can_hand_over(first, engine.name) for engine in decode):
             return Route(first, first)  # as any engine can: what it computes, nobody else could read
-        order = self._order(first, decode[0].name)
+        order, offer = self._order(first, decode[0].name), self.find_offer(request, first, now)
         if order == "prefill_first":
-            return Route(first, "", order)
-        return Route(first, self.choose_decode(request, first, now, without=without), order)
+            return Route(first, "", order, offer)
+        return Route(first, self.choose_decode(request, first, now, without=without), order, offer)
+
+    def find_offer(self, request: GenerateRequest, borrower: str, now: float) -> Offer | None:
+        """What another engine has of the prompt, if `borrower` reads it sooner than it computes it."""
+        card = self._fleet.engines[borrower].card
+        if self._reuse == "never" or card is None or not card.lends:
+            return None
+        if request.probe or request.params.prompt_logprobs is not None:  # whose logits must be computed
+            return None
+        keys = self._keys(request)
+        cached = self._index.match(keys)
+        own = max(cached.pop(borrower, 0), self._tiers.match_one(borrower, keys))
+        most = (len(request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE  # a token is computed
+        found = [(min(num, most), name) for name, num in cached.items() if self._fleet.can_lend(name, borrower, now)]
+        num_tokens, lender = max(found, default=(0, ""))
+        if num_tokens <= own:
+            return None
+        layout = card.layout
+        num_bytes = (num_tokens - own) * layout.token_bytes * layout.kv_heads_of_all_ranks // layout.num_kv_heads
+        costs = self._fleet.speeds.costs(borrower, num_tokens - own, num_bytes)
+        if self._reuse == "always":
+            return Offer(lender, num_tokens)
+        return Offer(lender, num_tokens, costs.load_timeout_s) if costs.prefers_load else None
 
     def has_engine(self, side: Side, now: float, without: Collection[str]) -> bool:
         """Whether one is ready for this side that is not in `without`."""
@@ -157,12 +183,13 @@ class RouteChooser:
         self._prefill_turn += 1
         return self._prefill_turn - 1
 
-    def uncached_tokens(self, request: GenerateRequest, engine: str) -> int:
-        """Prompt tokens that the engine will have to compute, as far as is known, those that it loads from a tier for
-        the time that they take; a block at least.
+    def uncached_tokens(self, request: GenerateRequest, engine: str, offer: Offer | None = None) -> int:
+        """Prompt tokens that the engine will have to compute, as far as is known, those that it loads from a tier or
+        from another engine for the time that they take; a block at least.
         """
         keys = self._keys(request)
-        cached = with_lower_tier(self._index.match_one(engine, keys), self._tiers.match_one(engine, keys))
+        reached = max(self._tiers.match_one(engine, keys), 0 if offer is None else offer.num_tokens)
+        cached = with_lower_tier(self._index.match_one(engine, keys), reached)
         return max(len(request.prompt_token_ids) - cached, HASH_BLOCK_SIZE)
 
     def _candidates(self, side: Side, now: float, without: Collection[str]) -> list[EngineView]:

@@ -347,6 +347,7 @@ def _connect(
         connector=plan.handoff.connector if plan.handoff is not None else "none",
         kind=connector.kind if connector is not None else "store",
         content_addressed=connector.content_addressed if connector is not None else False,
+        lends=connector.lends if connector is not None else False,
         orders=connector.orders() if connector is not None else [],
         model=identity,
         layout=_layout(plan, executor),

@@ -241,6 +241,20 @@ class RecoveryConfig:
         check_bounds(self)
 
 
+Reuse = Literal["auto", "always", "never"]
+"""When an engine that runs a prompt reads what another engine has of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReuseConfig:
+    """What is read from other engines' caches instead of being computed again (docs/kv-hierarchy.md)."""
+
+    kv_reuse: Reuse = option(
+        "auto",
+        "whether prefill reads KV that another engine has cached; auto: where that takes less time than computing it",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
     """What one client, and all of them together, may cost the HTTP server."""
@@ -424,6 +438,7 @@ class RouterConfig:
     tls: TlsConfig = field(default_factory=TlsConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    reuse: ReuseConfig = field(default_factory=ReuseConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @property

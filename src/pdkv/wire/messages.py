@@ -204,6 +204,7 @@ class EngineCard(Message, frozen=True):
     version: Id = ""  # of pdkv there: for people
     wire_versions: Annotated[dict[Id, Natural], Meta(max_length=64)] = {}  # of each connector in it: KVConnector's
     kv_checksum: ChecksumMode = "off"  # which of its hand-offs have digests
+    lends: bool = False  # it hands off what it has cached, and reads what others do (docs/kv-hierarchy.md)
 
 
 class KVHandoff(Message, frozen=True):
@@ -296,15 +297,16 @@ class Submit(Message, frozen=True, kw_only=True):
     adapter: str = ""
     priority: int = 0
     timeout_s: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] = 600.0
-    until: Literal["first_token", "end"] = "end"
+    until: Literal["first_token", "end", "cached"] = "end"  # cached: hand off what the cache has, compute nothing
     kv: Literal["local", "handoff", "await_peer"] = "local"
     conditional: bool = False  # await_peer only: the engine may decline and prefill by itself
-    handoff: KVHandoff | None = None  # await_peer, prefill first
+    handoff: KVHandoff | None = None  # await_peer, prefill first; handoff: what another engine lends of the prompt
     ticket: Blob | None = None  # handoff, needs peer first
     trial_tokens: Annotated[int, Meta(ge=0, le=MAX_TRIAL_TOKENS)] = 0
     """So many new tokens it gets alone: it may have ended an engine (Trial)."""
     label: Id = ""  # the client's own name of the request: for logs only
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""  # W3C; likewise
+    load_timeout_s: Seconds = 0.0  # of a load of what is lent: then it is computed; 0: as of any load
 
 
 class Abort(Message, frozen=True):

@@ -1,0 +1,70 @@
+"""What another engine lends a prompt out of its cache: asked for before the prompt's engine is, read by that one, and
+returned when that has it, or goes on without (docs/kv-hierarchy.md).
+"""
+
+from typing import Literal, NamedTuple
+
+from pdkv.router.generations.request import GenerateRequest, Route
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire.lending import lent_id
+from pdkv.wire.messages import MAX_TIMEOUT_S, HandedOff, KVHandoff, KVTicket, Release, RouterToEngine, Submit
+
+LoanState = Literal["wanted", "asked", "granted", "over"]
+
+LOAN_TIMEOUT_S = 1.0
+"""A lender that has not answered by then is done without. It answers between two of its steps."""
+
+
+class LoanKey(NamedTuple):
+    """The borrower's names for it."""
+
+    request_id: str
+    transfer_id: str
+    attempt: int
+
+
+class Loan:
+    """One attempt's: wanted → asked → granted → over, or over from any of them, or from the beginning."""
+
+    __slots__ = ("handoff", "key", "lender", "state")
+
+    def __init__(self, route: Route, key: LoanKey) -> None:
+        self.lender = "" if route.offer is None else route.offer.lender
+        self.key = key
+        self.state: LoanState = "over" if route.offer is None else "wanted"
+        self.handoff: KVHandoff | None = None  # what the borrower is told, while it is granted
+
+    def ask(self, request: GenerateRequest, num_tokens: int, timeout_s: float) -> Submit:
+        """The question for the lender, which has so many of the prompt's first tokens as far as is known."""
+        self.state = "asked"
+        return Submit(
+            request_id=lent_id(self.key.request_id),
+            transfer_id=lent_id(self.key.transfer_id),
+            attempt=self.key.attempt,
+            prompt_token_ids=request.prompt_token_ids[: num_tokens + 1],  # a hit leaves one token to be computed
+            params=SamplingParams(temperature=0.0),
+            cache_salt=request.cache_salt,
+            timeout_s=min(max(timeout_s, 0.001), MAX_TIMEOUT_S),
+            until="cached",
+            kv="handoff",
+            label=request.label,
+            traceparent=request.traceparent,
+        )
+
+    def grant(self, message: HandedOff) -> bool:
+        """The lender has it; False: it was too late."""
+        if self.state != "asked":
+            return False
+        self.state, self.handoff = "granted", message.handoff
+        return True
+
+    def forward(self, ticket: bytes) -> list[tuple[str, RouterToEngine]]:
+        """The borrower says where it wants it: a lender that pushes is told."""
+        if self.state != "granted":
+            return []
+        return [(self.lender, KVTicket(lent_id(self.key.request_id), self.key.attempt, ticket))]
+
+    def end(self) -> list[tuple[str, RouterToEngine]]:
+        """Nobody needs it any more: the lender's lease ends, also one that it is about to grant. Idempotent."""
+        held, self.state, self.handoff = self.state in ("asked", "granted"), "over", None
+        return [(self.lender, Release(lent_id(self.key.transfer_id), self.key.attempt))] if held else []
