@@ -432,12 +432,14 @@ class EngineCore:
             self.scheduler.add(request)
 
     def _lend(self, request: Request, now: float) -> None:
-        """Hand off what the cache has of a prompt: leased as after a prefill, under the borrower's name for it."""
+        """Hand off what the cache has of a prompt: leased as after a prefill, under the borrower's name for it, within
+        the same bound of leased blocks. Nobody waits for that: what cannot be lent is computed.
+        """
         kv = self.scheduler.kv
         hit = kv.find_hit(request)
-        if not hit.num_tokens:
-            error = KVNotFound("the cache has nothing of it", transfer_id=request.transfer_key[0])
-            self._outbox(request.router_id, _failed(request.key, error))
+        if not hit.num_tokens or not self.prefill.may_start(request, kv.num_kept(hit.num_tokens)):
+            reason = "too much is leased" if hit.num_tokens else "the cache has nothing of it"
+            self._refuse(request.router_id, request.key, KVNotFound(reason, transfer_id=request.transfer_key[0]))
             self._remember(request.key)
             return
         admitted = kv.admit(request, hit, hit.num_tokens, hit.num_tokens)

@@ -24,7 +24,7 @@ class LeaseTable:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._leases: dict[TransferKey, Lease] = {}  # in order of their deadlines
+        self._leases: dict[TransferKey, Lease] = {}
         self.num_blocks = 0
 
     def __len__(self) -> int:
@@ -69,5 +69,4 @@ class LeaseTable:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline."""
-        first = next(iter(self._leases.values()), None)
-        return first.deadline if first is not None else None
+        return min((lease.deadline for lease in self._leases.values()), default=None)

@@ -58,10 +58,12 @@ class PrefillRole(PrefillHooks):
         return taken == 0 or taken + num_blocks <= self._max_leased_blocks
 
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
-        """Lease the blocks and send the hand-off."""
-        leased = request.block_tables if decision.hold_blocks else []
-        self.leases.grant(request, leased, now + self._lease_timeout_s, until_release=decision.until_release)
+        """Lease the blocks and send the hand-off. What is lent is leased no longer than its Submit says."""
         submit = request.submit
+        leased = request.block_tables if decision.hold_blocks else []
+        expires_at = now + self._lease_timeout_s
+        expires_at = min(expires_at, request.deadline) if submit.until == "cached" else expires_at
+        self.leases.grant(request, leased, expires_at, until_release=decision.until_release)
         handoff = KVHandoff(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -122,8 +124,8 @@ class PrefillRole(PrefillHooks):
             assert lease is not None, key
             self.num_expired += 1
             self._external.aborted(key, cancel_sending=True)
-            name = lease.request.name
-            logger.warning("the lease of request %s (transfer %s) expired: its KV was never fetched", name, key[0])
+            name, level = lease.request.name, logging.WARNING if lease.request.submit.until != "cached" else logging.INFO
+            logger.log(level, "the lease of request %s (transfer %s) expired: its KV was never fetched", name, key[0])
 
     def next_deadline(self) -> float | None:
         """The earliest lease deadline."""

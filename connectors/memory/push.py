@@ -21,6 +21,9 @@ class MemoryPushScheduler(MemoryScheduler, PushScheduler):
         MemoryScheduler.__init__(self, connector)
         PushScheduler.__init__(self, connector.config, PeerCards(connector.config))
 
+    def may_receive_from(self, engine: str, epoch: str) -> bool:
+        return self.epochs.get(engine) == epoch
+
 
 class _Outgoing:
     """A transfer from here: batches under way, whether more will come, and the deadline."""

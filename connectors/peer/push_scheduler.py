@@ -148,9 +148,13 @@ class PushScheduler(SchedulerConnector):
         if request.kv == "await_peer":
             return MatchedTokens(request.num_wanted - num_computed_tokens)
         lent = request.handoff
-        if lent is None or not self.peers.knows(lent.engine, lent.epoch):
+        if lent is None or not self.may_receive_from(lent.engine, lent.epoch):
             return NO_MATCH
         return MatchedTokens(max(min(lent.num_tokens, request.num_wanted) - num_computed_tokens, 0))
+
+    def may_receive_from(self, engine: str, epoch: str) -> bool:
+        """Whether that incarnation is a peer whose KV fits."""
+        return self.peers.knows(engine, epoch)
 
     def update_state_after_alloc(
         self, request: RequestView, block_tables: BlockTables, num_external_tokens: int

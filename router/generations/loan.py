@@ -7,12 +7,17 @@ from typing import Literal, NamedTuple
 from pdkv.router.generations.request import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.lending import lent_id
-from pdkv.wire.messages import MAX_TIMEOUT_S, HandedOff, KVHandoff, KVTicket, Release, RouterToEngine, Submit
+from pdkv.wire.messages import HandedOff, KVHandoff, KVTicket, Release, RouterToEngine, Submit
 
 LoanState = Literal["wanted", "asked", "granted", "over"]
 
 LOAN_TIMEOUT_S = 1.0
 """A lender that has not answered by then is done without. It answers between two of its steps."""
+
+
+LEASE_S = 10.0
+"""What is lent is leased for so long: a lender needs its blocks for its own requests. A borrower that comes later reads
+what is still there, where it reads by itself, and else computes."""
 
 
 class LoanKey(NamedTuple):
@@ -44,7 +49,7 @@ class Loan:
             prompt_token_ids=request.prompt_token_ids[: num_tokens + 1],  # a hit leaves one token to be computed
             params=SamplingParams(temperature=0.0),
             cache_salt=request.cache_salt,
-            timeout_s=min(max(timeout_s, 0.001), MAX_TIMEOUT_S),
+            timeout_s=min(max(timeout_s, 0.001), LEASE_S),
             until="cached",
             kv="handoff",
             label=request.label,

@@ -1,0 +1,205 @@
+"""What one engine has cached is read by another one that runs a longer prompt: leased, counted, or computed after all.
+
+The stand-in's tokens depend on the KV in the blocks, so a wrong byte is a wrong token.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import msgspec
+import pytest
+from engines import at_rest, make_core, of_type, output_of, run, submit
+from state_machine.standin import expected_tokens
+
+from pdkv.config import HandoffConfig
+from pdkv.connectors.memory.fabric import MemoryFabric
+from pdkv.wire.lending import lent_id
+from pdkv.wire.messages import (
+    Allocated,
+    EngineToRouter,
+    Failed,
+    HandedOff,
+    KVHandoff,
+    KVReady,
+    KVTicket,
+    Loaded,
+    Peers,
+    Release,
+    SourceCounts,
+    Submit,
+)
+
+FIRST = list(range(100, 110))
+ANSWER = expected_tokens(FIRST, 10)
+SECOND = [*FIRST, *ANSWER, *range(120, 125)]
+"""The next turn: 25 tokens, of which the first engine has 16 in whole blocks of 4: its last token has no KV."""
+NUM_LENT = 16
+NAMES = (f"lending-{i}" for i in count())
+
+
+class Turns:
+    """An engine that has run the first turn, and one that gets the second and has nothing of it."""
+
+    def __init__(self, mode: str, num_blocks: int = 16) -> None:
+        self.now = 1.0
+        self.name = next(NAMES)
+        self.fabric = MemoryFabric(manual=True, clock=lambda: self.now)
+        MemoryFabric.bind(self.name, self.fabric)
+        handoff = HandoffConfig(connector="memory", kv_load_timeout_s=5.0, lease_timeout_s=20.0)
+        options = {"fabric": self.name, "mode": mode}
+        self.lender = make_core(name="d", options=options, handoff=handoff, num_blocks=num_blocks)
+        self.borrower = make_core(name="p", options=options, handoff=handoff, num_blocks=num_blocks)
+        for core in (self.lender, self.borrower):
+            core.handle("r", Peers([self.lender.card, self.borrower.card]), 0.0)
+        self.lender.handle("r", submit(FIRST, request_id="first", max_tokens=10), 0.0)
+        assert output_of(self.run_lender(), "first") == ANSWER
+
+    def run_lender(self) -> list[EngineToRouter]:
+        return run(self.lender, self.now)
+
+    def ask(self, prompt: list[int] = SECOND, **fields: object) -> list[EngineToRouter]:
+        """The router asks the lender; what that says."""
+        question = submit(prompt, request_id=lent_id("a"), until="cached", kv="handoff", **fields)
+        self.lender.handle("r", msgspec.structs.replace(question, transfer_id=lent_id("t-a")), self.now)
+        return self.run_lender()
+
+    def lend(self) -> KVHandoff:
+        """What it hands off of the second turn."""
+        (handed,) = of_type(self.ask(), HandedOff)
+        assert isinstance(handed, HandedOff)
+        return handed.handoff
+
+    def borrow(self, handoff: KVHandoff, **fields: object) -> list[EngineToRouter]:
+        """The second turn comes to the borrower; the router passes its ticket on."""
+        asked: Submit = submit(SECOND, until="first_token", kv="handoff", handoff=handoff, **fields)
+        self.borrower.handle("r", asked, self.now)
+        said = run(self.borrower, self.now)
+        for message in said:
+            if isinstance(message, Allocated) and message.ticket is not None:
+                self.lender.handle("r", KVTicket(lent_id("a"), 0, message.ticket), self.now)
+        return said
+
+    def finish(self) -> list[EngineToRouter]:
+        """All that is under way arrives; what the borrower says to its end."""
+        said: list[EngineToRouter] = []
+        for _ in range(4):
+            for answer in self.run_lender():
+                if isinstance(answer, KVReady) and not answer.ok:
+                    self.borrower.handle("r", KVReady("a", 0, ok=False, code=answer.code), self.now)
+            while self.fabric.under_way:
+                self.fabric.deliver(0)
+            for core in (self.lender, self.borrower):
+                core.wake()
+            said += run(self.borrower, self.now)
+        return said
+
+    def check_second(self, said: list[EngineToRouter], sources: SourceCounts) -> None:
+        """The right first token, counted by source; nothing is left when both leases are over."""
+        assert output_of(said, "a") == expected_tokens(SECOND, 1)
+        (handed,) = of_type(said, HandedOff)
+        assert isinstance(handed, HandedOff)
+        assert handed.sources == sources
+        self.lender.handle("r", Release(lent_id("t-a"), 0), self.now)
+        self.borrower.handle("r", Release("t-a", 0), self.now)
+        self.run_lender()
+        run(self.borrower, self.now)
+        assert at_rest(self.lender)
+        assert at_rest(self.borrower)
+
+
+@pytest.fixture
+def make_turns() -> Iterator[Callable[..., Turns]]:
+    made: list[Turns] = []
+
+    def make(mode: str, **options: int) -> Turns:
+        made.append(Turns(mode, **options))
+        return made[-1]
+
+    yield make
+    for turns in made:
+        MemoryFabric.unbind(turns.name)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_the_next_turn_computes_what_is_new_and_reads_the_rest(make_turns: Callable[..., Turns], mode: str) -> None:
+    turns = make_turns(mode)
+    handoff = turns.lend()
+    assert (handoff.engine, handoff.num_tokens) == ("d", NUM_LENT)
+    assert turns.lender.scheduler.kv.pool.counts().leased == NUM_LENT // 4
+    said = turns.borrow(handoff) + turns.finish()
+    (loaded,) = of_type(said, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert loaded.ok
+    turns.check_second(said, SourceCounts(computed=len(SECOND) - NUM_LENT, store=NUM_LENT))
+
+
+@pytest.mark.parametrize(("mode", "code"), [("pull", "stale_generation"), ("push", "kv_not_found")])
+def test_what_was_evicted_meanwhile_is_a_counted_miss(make_turns: Callable[..., Turns], mode: str, code: str) -> None:
+    turns = make_turns(mode)
+    handoff = turns.lend()
+    turns.lender.handle("r", Release(lent_id("t-a"), 0), turns.now)
+    turns.lender.handle("r", submit(list(range(200, 255)), request_id="other", max_tokens=4), turns.now)
+    turns.run_lender()  # takes all blocks
+    said = turns.borrow(handoff) + turns.finish()
+    (loaded,) = of_type(said, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.ok, loaded.code) == (False, code)
+    assert turns.borrower.decode.counts().num_failures + turns.borrower.decode.counts().num_partial == 1
+    turns.check_second(said, SourceCounts(recomputed=len(SECOND)))
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_load_that_takes_longer_than_the_router_allows_is_computed(
+    make_turns: Callable[..., Turns], mode: str
+) -> None:
+    turns = make_turns(mode)
+    turns.borrow(turns.lend(), load_timeout_s=0.5)
+    turns.now += 0.6  # far less than any load's deadline
+    turns.borrower.expire(turns.now)
+    said = turns.finish()
+    (loaded,) = of_type(said, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.ok, loaded.code) == (False, "transfer_timeout")
+    turns.check_second(said, SourceCounts(recomputed=len(SECOND)))
+
+
+def test_an_engine_that_does_not_know_the_lender_computes(make_turns: Callable[..., Turns]) -> None:
+    for mode in ("pull", "push"):
+        turns = make_turns(mode)
+        handoff = msgspec.structs.replace(turns.lend(), epoch="another")
+        turns.check_second(turns.borrow(handoff) + turns.finish(), SourceCounts(computed=len(SECOND)))
+
+
+def test_a_loan_ends_by_itself_sooner_than_other_leases(make_turns: Callable[..., Turns]) -> None:
+    turns = make_turns("pull")
+    turns.lender.handle("r", submit(FIRST, request_id="b", until="first_token", kv="handoff"), turns.now)
+    turns.run_lender()
+    turns.ask(timeout_s=3.0)
+    assert turns.lender.next_deadline() == turns.now + 3.0
+    turns.lender.step(turns.now + 3.0)
+    assert turns.lender.prefill.holds(("t-b", 0))
+    assert not turns.lender.prefill.holds((lent_id("t-a"), 0))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_blocks", "reason"), [(list(range(60, 80)), 16, "nothing of it"), (SECOND, 7, "too much is leased")]
+)
+def test_what_cannot_be_lent_is_said_at_once(
+    make_turns: Callable[..., Turns], prompt: list[int], num_blocks: int, reason: str
+) -> None:
+    turns = make_turns("pull", num_blocks=num_blocks)
+    if num_blocks < 16:  # half of them may be leased
+        turns.lender.handle("r", submit([7, 8], request_id="b", until="first_token", kv="handoff"), turns.now)
+        turns.run_lender()
+    (failed,) = of_type(turns.ask(prompt), Failed)
+    assert isinstance(failed, Failed)
+    assert failed.code == "kv_not_found"
+    assert reason in failed.message
+
+
+def test_a_hand_off_must_be_one_that_was_lent_to_this_request(make_turns: Callable[..., Turns]) -> None:
+    turns = make_turns("pull")
+    foreign = msgspec.structs.replace(turns.lend(), transfer_id=lent_id("t-b"))
+    (failed,) = of_type(turns.borrow(foreign), Failed)
+    assert isinstance(failed, Failed)
+    assert failed.param == "handoff"
