@@ -114,6 +114,7 @@ class MemoryPullConnector(MemoryMode):
     """Decode reads the blocks that prefill keeps under lease."""
 
     kind: ClassVar[ConnectorKind] = "pull"
+    lends: ClassVar[bool] = True
     kv_groups: ClassVar[bool] = True
 
     def make_scheduler_side(self) -> MemoryPullScheduler:

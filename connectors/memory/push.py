@@ -198,6 +198,7 @@ class MemoryPushConnector(MemoryMode):
     """Prefill writes into decode's blocks."""
 
     kind: ClassVar[ConnectorKind] = "push"
+    lends: ClassVar[bool] = True
     kv_groups: ClassVar[bool] = True
     concurrent = True
 

@@ -301,13 +301,8 @@ class RequestFlow(FlowState):
         return [(offer.lender, self.loan.ask(self.request, offer.num_tokens, self.deadline - now))]
 
     def _ask_prefill(self, now: float) -> Sends:
-        lent, ticket, number = self.loan.handoff, self._ticket, self._ticket_number
-        first_ticket = None if number else ticket
-        submit = self._submit(now, until="first_token", kv="handoff", handoff=lent, ticket=first_ticket)
-        sends: list[tuple[str, RouterToEngine]] = [(self.route.prefill, submit)]
-        if ticket is not None and number:  # of a decode engine that came while the lender was asked
-            sends.append((self.route.prefill, KVTicket(self.request_id, self.prefill_attempt, ticket, number)))
-        return sends
+        lent, ticket = self.loan.handoff, self._ticket
+        return [(self.route.prefill, self._submit(now, until="first_token", kv="handoff", handoff=lent, ticket=ticket))]
 
     def _submit_decode(self, now: float) -> tuple[str, RouterToEngine]:
         self.decode = "running"

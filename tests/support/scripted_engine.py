@@ -7,6 +7,7 @@ from typing import Any
 
 from pdkv.router.generations.request import GenerateRequest
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -112,10 +113,16 @@ class ScriptedEngine:
     outbox: list[EngineToRouter] = field(default_factory=list)
     received: list[RouterToEngine] = field(default_factory=list)
     max_tokens_per_step: int = 1
+    loans: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)  # their leases
 
     def receive(self, message: RouterToEngine) -> None:
         self.received.append(message)
         match message:
+            case Submit(until="cached"):
+                self._lend(message)
+            case KVTicket() if is_lent(message.request_id):
+                is_kept = (message.request_id, message.attempt) in self.loans and self.draw(6) != 5
+                self.outbox.append(KVReady(message.request_id, message.attempt, ok=is_kept, code="" if is_kept else "x"))
             case Submit():
                 key = (message.request_id, message.attempt)
                 assert key not in self.tasks
@@ -128,6 +135,7 @@ class ScriptedEngine:
                     del self.tasks[message.request_id, message.attempt]
             case Release():
                 self.leases.discard((message.transfer_id, message.attempt))
+                self.loans = {key: lease for key, lease in self.loans.items() if lease in self.leases}
                 for key, task in list(self.tasks.items()):
                     if task.stage == "sending" and task.submit.transfer_id == message.transfer_id:
                         del self.tasks[key]
@@ -137,6 +145,22 @@ class ScriptedEngine:
                     self._tell(task, message)
             case _:
                 pass
+
+    def _lend(self, submit: Submit) -> None:
+        """It has the prompt's beginning, or not any more, or does not get to say so in time."""
+        key, lease = (submit.request_id, submit.attempt), (submit.transfer_id, submit.attempt)
+        assert key not in self.loans
+        match self.draw(4):
+            case 3:
+                self.outbox.append(Failed(*key, "kv_not_found", "chance", retryable=False))
+            case 2:
+                pass
+            case _:
+                self.leases.add(lease)
+                self.loans[key] = lease
+                num_tokens = len(submit.prompt_token_ids) - 1
+                handoff = KVHandoff(*key, submit.transfer_id, self.name, "e0", num_tokens, b"")
+                self.outbox.append(HandedOff(*key, SourceCounts(local_hit=num_tokens), handoff))
 
     def _tell(self, task: Task, message: KVTicket | KVHandoff | KVReady | Continue) -> None:
         match message:
@@ -174,11 +198,22 @@ class ScriptedEngine:
         if task.stage == "loading":
             known = task.kv_ready is not None if self.kind == "push" else task.handoff is not None
             return known and (bool(task.output) or not task.kv_ready or self.draw(2) == 1)
+        if task.submit.kv == "handoff":
+            return True
         return task.stage == "new" or task.local or bool(task.output)
 
     def _step_prefill(self, key: tuple[str, int], task: Task) -> None:
         submit = task.submit
         lease = (submit.transfer_id, submit.attempt)
+        if submit.handoff is not None and task.stage == "new":
+            task.stage = "borrowing"
+            if self.kind == "push":
+                self.outbox.append(Allocated(*key, 0, submit.handoff.num_tokens, b"wanted"))
+            return
+        if task.stage == "borrowing":
+            task.stage = "running"
+            self.outbox.append(Loaded(*key, ok=self.draw(4) != 3))
+            return
         if task.stage == "sending":  # the lease lives until its Release: another ticket sends it again
             task.ticket = None
             self.outbox.append(KVReady(*key, ok=self.draw(8) != 7))

@@ -10,8 +10,9 @@ from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout
 from pdkv.router.generations.flow import RequestFlow, Sends
-from pdkv.router.generations.request import GenerateRequest, Route
+from pdkv.router.generations.request import GenerateRequest, Offer, Route
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.lending import is_lent, lent_id
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -22,6 +23,7 @@ from pdkv.wire.messages import (
     KVHandoff,
     KVReady,
     KVTicket,
+    Loaded,
     PromptLogprobs,
     Release,
     SourceCounts,
@@ -71,7 +73,10 @@ class World:
         if self.order == "aggregated":
             return Route(prefill[0], prefill[0])
         is_open = self.order == "prefill_first" and self.draw(2)
-        return Route(prefill[0], "" if is_open else decode[0], self.order)  # type: ignore[arg-type]
+        lenders = [n for n in self.engines if n != prefill[0]]
+        number = self.draw(len(lenders) + 2)  # half of them have somebody who lends
+        offer = Offer(lenders[number - 1], self.draw(20)) if 0 < number <= len(lenders) else None
+        return Route(prefill[0], "" if is_open else decode[0], self.order, offer)  # type: ignore[arg-type]
 
     def send(self, sends: Sends) -> None:
         for name, message in sends:
@@ -86,9 +91,13 @@ class World:
     def actions(self) -> list[tuple[str, str]]:
         found = [("deliver", name) for name in self.engines if self.down[name]]
         found += [("answer", name) for name in self.engines if self.up[name]]
+        found += [("tire", "p0" if "p0" in self.engines else "p1")] if self.flow.loan.state == "asked" else []
         return found + [("step", name) for name, engine in self.engines.items() if engine.runnable()]
 
     def act(self, action: str, name: str) -> None:
+        if action == "tire":  # of waiting for a lender
+            self.send(self.flow.go_without_loan("transfer_timeout", NOW))
+            return
         engine = self.engines[name]
         if action == "deliver":
             engine.receive(self.down[name].popleft())
@@ -98,7 +107,10 @@ class World:
                 engine.step(keys[self.draw(len(keys))])
         else:
             message = self.up[name].popleft()
-            if self.flow.accepts(name, message):
+            if is_lent(getattr(message, "request_id", "")):
+                if self.flow.accepts_loan(name, message):
+                    self.send(self.flow.handle_loan(message, NOW))
+            elif self.flow.accepts(name, message):
                 self.send(self.flow.handle(name, message, NOW))
         self.up[name].extend(engine.outbox)
         engine.outbox.clear()
@@ -107,6 +119,9 @@ class World:
         del self.engines[name], self.down[name], self.up[name]
         if name in self.flow.route[:2]:
             self.send(self.flow.engine_died(name))
+            self.recover()
+        if name == self.flow.loan.lender:
+            self.send(self.flow.go_without_loan("peer_gone", NOW))
 
     def recover(self) -> None:
         """What a driver does after a failure and after a hand-off."""
@@ -542,3 +557,91 @@ def test_a_retry_before_the_first_token_has_its_own_sources() -> None:
     flow.restart(Route("f", "f"), NOW)
     flow.handle("f", Tokens("q", 1, 0, [3], sources=SourceCounts(local_hit=20)), NOW)
     assert (flow.prompt_engine, flow.sources) == ("f", SourceCounts(local_hit=20))
+
+
+# --- loans ----------------------------------------------------------------------------------------------------------
+
+LENT = KVHandoff(lent_id("q"), 0, lent_id("t"), "d", "e0", 16, b"blocks")
+
+
+def borrowing_flow(order: str = "prefill_first") -> tuple[RequestFlow, Sends]:
+    """A flow whose prefill engine p may read 16 tokens from d, and what it has said to d since."""
+    flow = RequestFlow(
+        make_request(40, 5),
+        Route("p", "" if order == "prefill_first" else "d", order, Offer("d", 16, 2.5)),  # type: ignore[arg-type]
+        request_id="q",
+        transfer_id="t",
+        now=NOW,
+    )
+    return flow, flow.start(NOW)
+
+
+def granted(flow: RequestFlow) -> Submit:
+    """The lender has it; what prefill is asked."""
+    ((engine, submit),) = flow.handle_loan(HandedOff(lent_id("q"), 0, SourceCounts(local_hit=16), LENT), NOW)
+    assert engine == "p"
+    assert isinstance(submit, Submit)
+    return submit
+
+
+def test_prefill_is_asked_when_the_lender_has_answered() -> None:
+    flow, ((engine, question),) = borrowing_flow()
+    assert isinstance(question, Submit)
+    assert (engine, question.request_id, question.transfer_id) == ("d", lent_id("q"), lent_id("t"))
+    assert (question.until, question.kv, len(question.prompt_token_ids)) == ("cached", "handoff", 17)
+    submit = granted(flow)
+    assert (submit.handoff, submit.load_timeout_s, submit.until) == (LENT, 2.5, "first_token")
+    assert flow.handle("p", Loaded("q", 0, ok=True), NOW) == [("d", Release(lent_id("t"), 0))]
+    assert list(flow.handle("p", Tokens("q", 0, 0, [1]), NOW)) == []  # it was returned
+
+
+@pytest.mark.parametrize("order", ["prefill_first", "concurrent"])
+@pytest.mark.parametrize("answer", [Failed(lent_id("q"), 0, "kv_not_found", "gone", retryable=False), None])
+def test_a_lender_that_has_nothing_or_is_late_is_done_without(order: str, answer: Failed | None) -> None:
+    flow, _ = borrowing_flow(order)
+    sends = flow.go_without_loan("transfer_timeout", NOW) if answer is None else flow.handle_loan(answer, NOW)
+    assert [engine for engine, _ in sends] == ["d", "p"]  # a lease that is granted meanwhile ends, too
+    assert sends[0][1] == Release(lent_id("t"), 0)
+    submit = sends[1][1]
+    assert isinstance(submit, Submit)
+    assert submit.handoff is None
+    late = HandedOff(lent_id("q"), 0, SourceCounts(), LENT)
+    assert list(flow.handle_loan(late, NOW)) == []
+
+
+def test_a_lender_that_pushes_gets_the_borrowers_ticket_and_its_end_is_told() -> None:
+    flow, sends = borrowing_flow("concurrent")
+    assert [engine for engine, _ in sends] == ["d", "d"]
+    assert list(flow.handle("d", Allocated("q", 0, 0, 40, b"of decode"), NOW)) == []  # prefill is not asked yet
+    assert granted(flow).ticket == b"of decode"
+    assert flow.handle("p", Allocated("q", 0, 0, 16, b"of prefill"), NOW) == [
+        ("d", KVTicket(lent_id("q"), 0, b"of prefill"))
+    ]
+    assert flow.go_without_loan("peer_gone", NOW) == [
+        ("d", Release(lent_id("t"), 0)),
+        ("p", KVReady("q", 0, ok=False, code="peer_gone")),
+    ]
+    assert list(flow.go_without_loan("peer_gone", NOW)) == []
+
+
+def test_prefill_is_asked_for_the_first_attempt_though_decode_died_while_the_lender_was_asked() -> None:
+    flow, _ = borrowing_flow("needs_peer_first")
+    flow.handle("d", Allocated("q", 0, 0, 40, b"first"), NOW)
+    flow.engine_died("d")
+    flow.resume()
+    ((_, submit),) = flow.go_without_loan("peer_gone", NOW)[1:]
+    assert isinstance(submit, Submit)
+    assert (submit.attempt, submit.ticket) == (0, None)  # prefill's part is the first attempt's
+
+
+def test_the_end_of_a_request_returns_what_was_lent() -> None:
+    flow, _ = borrowing_flow()
+    assert flow.abort()[0] == ("d", Release(lent_id("t"), 0))
+    flow, _ = borrowing_flow()
+    granted(flow)
+    flow.engine_died("p")
+    sends = flow.restart(Route("p2", ""), NOW)
+    assert sends[0] == ("d", Release(lent_id("t"), 0))
+    submit = sends[-1][1]
+    assert isinstance(submit, Submit)
+    assert submit.handoff is None
