@@ -124,7 +124,10 @@ class PrefillRole(PrefillHooks):
             assert lease is not None, key
             self.num_expired += 1
             self._external.aborted(key, cancel_sending=True)
-            name, level = lease.request.name, logging.WARNING if lease.request.submit.until != "cached" else logging.INFO
+            name, level = (
+                lease.request.name,
+                logging.WARNING if lease.request.submit.until != "cached" else logging.INFO,
+            )
             logger.log(level, "the lease of request %s (transfer %s) expired: its KV was never fetched", name, key[0])
 
     def next_deadline(self) -> float | None:

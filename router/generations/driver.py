@@ -180,7 +180,9 @@ class Driver:
     def _note_load(self, flow: RequestFlow, reader: str, loaded: Loaded, now: float) -> None:
         """A KV load ended: the pair's breaker hears of it, unless its source is gone, which says it all."""
         source, is_loan = flow.source_of(reader), reader != flow.route.decode
-        is_telling = self.fleet.is_ready(source) and loaded.code not in CACHE_MISSES if is_loan else not flow.prefill_gone
+        is_telling = (
+            self.fleet.is_ready(source) and loaded.code not in CACHE_MISSES if is_loan else not flow.prefill_gone
+        )
         if is_telling:
             self.fleet.pairs.loaded(source, reader, loaded.ok, now)
         if is_loan:

@@ -80,7 +80,13 @@ class Timeline:
                     code = "" if message.ok else message.code or "failed"
                     self.transfers.append(
                         Transfer(
-                            flow.source_of(engine), engine, message.attempt, now, message.seconds, message.num_bytes, code
+                            flow.source_of(engine),
+                            engine,
+                            message.attempt,
+                            now,
+                            message.seconds,
+                            message.num_bytes,
+                            code,
                         )
                     )
 

@@ -144,6 +144,8 @@ class Metrics(Collector):
         yield counter(
             "pdkv_duplicate_tokens", "Tokens that two engines computed, shown once.", dispatched.duplicate_tokens
         )
+        loans = "Loads of what another engine had cached, by how they ended."
+        yield counters("pdkv_kv_loans", loans, "outcome", dispatched.loans)
         yield counter("pdkv_kv_load_failures", "KV loads from peers that failed.", dispatched.load_failures)
 
     def _queue(self, admission: "Admission") -> Iterator[Metric]:

@@ -1,43 +1,117 @@
-"""Turns of a conversation over each connector: what any engine has of it is not computed again."""
+"""Turns of a conversation over each connector: what any engine has of it is read, not computed again.
 
+An engine is killed between two turns, and then the two change roles.
+"""
+
+import os
 import random
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from deployments import Running, launches
-from serving_checks import Books, complete_all, read_books, settled_books
+from serving_checks import Books, complete_all, read_books, serve_directory, settled_books
+from traffic import wait_until_true
+
+from pdkv import LLM, SamplingParams
 
 BLOCK = 16
-NUM_ANSWER = 100  # tokens of each answer
-QUESTIONS = [
-    random.Random(f"question {i}").choices(range(2, 258), k=count) for i, count in enumerate((200, 30, 45, 20))
-]
+NUM_ANSWER = 60
+QUESTIONS = [random.Random(f"question {i}").choices(range(2, 258), k=n) for i, n in enumerate((120, 30, 45, 20, 25))]
 CONNECTORS = {
-    "shared_memory": ("--connector", "shared_memory"),
+    "shared_memory": ("--connector", "shared_memory", "--connector-config", f"min_hit_tokens={BLOCK}"),
     "nixl": ("--connector", "nixl"),
-    "nixl-push": ("--connector", "nixl", "--connector-config", "mode=push"),
-    "p2p": ("--connector", "p2p", "--order", "concurrent"),
-    "p2p-needs-peer-first": ("--connector", "p2p", "--order", "needs_peer_first"),
+    "nixl push": ("--connector", "nixl", "--connector-config", "mode=push"),
+    "p2p concurrent": ("--connector", "p2p", "--order", "concurrent"),
+    "p2p": ("--connector", "p2p", "--order", "needs_peer_first"),
 }
+SLOW = ("nixl push", "p2p")
 
 
-def ask(deployment: Running, prompt: Sequence[int]) -> tuple[list[int], Books]:
-    """One turn: the answer, and what it added to the books of all engines when they are at rest."""
-    before = read_books(deployment)
-    [reply] = complete_all(deployment, [{"prompt": list(prompt), "max_tokens": NUM_ANSWER, "ignore_eos": True, "temperature": 0}])
-    roles = [role for role in before.roles if role != "any"] or ["any"]
-    books = settled_books(deployment, lambda now: all((now - before).total(r) >= len(prompt) for r in roles)) - before
-    print(reply["usage"], {role: books.sources(role) for role in roles})
-    return reply["choices"][0]["token_ids"], books
+class Turn(NamedTuple):
+    """One turn, and what an engine alone answers."""
 
-@pytest.mark.parametrize("connector", CONNECTORS)
-def test_baseline(served_model: Path, connector: str) -> None:
-    with launches(served_model) as launch:
+    prompt: list[int]
+    answer: list[int]
+    num_new: int  # tokens that no engine can have
+
+
+@pytest.fixture(scope="module")
+def served(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return serve_directory(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("turns"))
+
+
+@pytest.fixture(scope="module")
+def turns(served: Path) -> list[Turn]:
+    """The conversation with one aggregated engine."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_ANSWER, ignore_eos=True)
+    found: list[Turn] = []
+    history: list[int] = []
+    with LLM(served, threads=1, kv_cache_memory=8 << 20) as llm:
+        for question in QUESTIONS:
+            history = [*history, *question]
+            (output,) = llm.generate([history], params, progress=False)
+            answer = list(output.outputs[0].token_ids)
+            found.append(Turn(history, answer, len(question)))
+            history = [*history, *answer]
+    return found
+
+
+def take(deployment: Running, turn: Turn) -> int:
+    """A turn is answered as by one engine; how many of its prompt's tokens were computed."""
+    body = {"prompt": turn.prompt, "max_tokens": NUM_ANSWER, "ignore_eos": True, "temperature": 0}
+    [reply] = complete_all(deployment, [body])
+    assert reply["choices"][0]["token_ids"] == turn.answer
+    usage: dict[str, Any] = reply["usage"]
+    return int(usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def check_reused(deployment: Running, turn: Turn) -> None:
+    """It computes what is new, and at most a block more."""
+    num_computed = take(deployment, turn)
+    assert turn.num_new <= num_computed <= turn.num_new + BLOCK, (num_computed, turn.num_new, deployment.log)
+
+
+def kill(deployment: Running, name: str) -> None:
+    """kill -9 of an engine; returns when the next incarnation is ready."""
+    pid = deployment.pids()[name]
+    os.kill(pid, signal.SIGKILL)
+    wait_until_true(lambda: deployment.pids()[name] not in (None, pid), f"{name} is back")
+
+
+def change_roles(deployment: Running, roles: Sequence[tuple[str, str]]) -> None:
+    """As an operator does."""
+    (socket,) = deployment.directory.glob("pdkv-*/admin.sock")
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://admin") as client:
+        for name, role in roles:
+            reply = client.post(f"/admin/engines/{name}/role", json={"role": role})
+            assert reply.status_code == 200, reply.text
+
+
+def check_sums(books: Books, turn: Turn) -> None:
+    """Each side counts the prompt once; what decode had, prefill read."""
+    assert books.total("prefill") == books.total("decode") == len(turn.prompt), books
+    assert books.sources("prefill")["store"] > 0, books
+    assert books.sources("decode")["computed"] == 0, books
+
+
+@pytest.mark.parametrize(
+    "connector", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONNECTORS]
+)
+def test_a_turn_computes_what_is_new(served: Path, turns: list[Turn], connector: str) -> None:
+    first, second, *rest = turns
+    with launches(served) as launch:
         deployment = launch("--prefill", "1", "--decode", "1", "--kv-reuse", "always", *CONNECTORS[connector])
-        history = []
-        for q in QUESTIONS:
-            history += q
-            answer, books = ask(deployment, history)
-            history += answer
-            print(len(history))
+        assert take(deployment, first) == len(first.prompt)
+        before = settled_books(deployment, lambda now: now.total("decode") == len(first.prompt))
+        check_reused(deployment, second)
+        check_sums(settled_books(deployment, lambda now: (now - before).total("decode") > 0) - before, second)
+        kill(deployment, "prefill-0")
+        check_reused(deployment, rest[0])
+        change_roles(deployment, [("prefill-0", "any"), ("decode-0", "prefill"), ("prefill-0", "decode")])
+        for turn in rest[1:]:
+            check_reused(deployment, turn)
+        assert read_books(deployment).of("kv_load_failures", "prefill") == 0, deployment.log

@@ -122,7 +122,9 @@ class ScriptedEngine:
                 self._lend(message)
             case KVTicket() if is_lent(message.request_id):
                 is_kept = (message.request_id, message.attempt) in self.loans and self.draw(6) != 5
-                self.outbox.append(KVReady(message.request_id, message.attempt, ok=is_kept, code="" if is_kept else "x"))
+                self.outbox.append(
+                    KVReady(message.request_id, message.attempt, ok=is_kept, code="" if is_kept else "x")
+                )
             case Submit():
                 key = (message.request_id, message.attempt)
                 assert key not in self.tasks

@@ -1,7 +1,8 @@
-"""Names of what an engine lends another one out of its cache: a request's own, marked, so that both may meet on one engine.
+"""Names of what an engine lends another one out of its cache: a request's own, marked.
 
-The router asks the lender in the name of the borrower's request (Submit with until="cached"). Lease, hand-off and
-ticket of a loan are the lender's under that name; the load is the borrower's under its own.
+So both parts may meet on one engine. The router asks the lender in the name of the borrower's request (a Submit with
+until="cached"). Lease, hand-off and ticket of a loan are the lender's under that name; the load is the borrower's under
+its own.
 """
 
 _MARK = "/lent"

@@ -13,7 +13,7 @@ from pdkv.block_keys import extend_keys, root_key
 from pdkv.errors import EngineUnavailable
 from pdkv.router.engines.books import Entry
 from pdkv.router.engines.fleet import ORDERS, Fleet
-from pdkv.router.generations.request import Route
+from pdkv.router.generations.request import Offer, Route
 from pdkv.router.routing.policies import POLICIES
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import AFFINITY_TOKENS, RouteChooser, with_lower_tier
@@ -240,3 +240,62 @@ def test_a_prompt_is_hashed_once_for_all_its_choices_and_attempts(monkeypatch: p
             chooser.choose_decode(request, route.prefill, 0.0)
             chooser.uncached_tokens(request, route.prefill)
     assert hashed == [320]
+
+
+# --- what other engines have ----------------------------------------------------------------------------------------
+
+
+def lending_chooser(num_prefill: int = 1, num_decode: int = 2, **options: Any) -> Any:
+    """A chooser whose engines lend to each other, unless an option says something else of their cards."""
+    chooser: Any = make_chooser(num_prefill, num_decode)
+    chooser._reuse = options.pop("reuse", "auto")
+    for name in chooser.fleet.engines:
+        chooser.fleet.came_up(name, make_card(name, name[:-2], **({"lends": True} | options)))
+    return chooser
+
+
+def test_prefill_is_told_who_has_most_of_what_it_lacks() -> None:
+    chooser, request = lending_chooser(), make_request(100)
+    assert chooser.choose(request, 0.0).offer is None
+    store(chooser, "prefill-0", 32, request)
+    store(chooser, "decode-0", 32, request)
+    assert chooser.choose(request, 0.0).offer is None  # nobody has more
+    store(chooser, "decode-1", 96, request)
+    route = chooser.choose(request, 0.0)
+    assert route == Route("prefill-0", "", "prefill_first", Offer("decode-1", 96))
+    assert chooser.uncached_tokens(request, "prefill-0", route.offer) == 16  # a block at least
+    assert chooser.uncached_tokens(request, "prefill-0", Offer("decode-1", 64)) == 100 - with_lower_tier(32, 64)
+
+
+def test_the_token_that_is_computed_is_not_lent() -> None:
+    chooser, request = lending_chooser(), make_request(64)
+    store(chooser, "decode-0", 64, request)
+    assert chooser.choose(request, 0.0).offer == Offer("decode-0", 48)
+
+
+def test_who_cannot_lend_is_passed_over() -> None:
+    request = make_request(100)
+    assert not _offers(lending_chooser(lends=False), request)
+    assert not _offers(lending_chooser(reuse="never"), request)
+    params = msgspec.structs.replace(request.params, prompt_logprobs=1)  # they must be computed
+    assert not _offers(lending_chooser(), msgspec.structs.replace(request, params=params))
+    chooser = lending_chooser()
+    chooser.fleet.pairs.loaded("decode-0", "prefill-0", False, 0.0)
+    assert not _offers(chooser, request)
+    chooser = lending_chooser()
+    chooser.fleet.engines["decode-0"].draining = True  # it gets nothing new, and has what it has
+    assert _offers(chooser, request)
+
+
+def _offers(chooser: Any, request: Any) -> bool:
+    store(chooser, "decode-0", 96, request)
+    return chooser.find_offer(request, "prefill-0", 1.0) is not None
+
+
+def test_what_is_computed_sooner_than_read_is_computed_unless_reading_is_asked_for() -> None:
+    request = make_request(100)
+    for reuse, seconds, is_read in [("auto", 1.0, False), ("always", 1.0, True), ("auto", 1e-6, True)]:
+        chooser = lending_chooser(reuse=reuse)
+        chooser.fleet.speeds.computed("prefill-0", 1000, 0.1)
+        chooser.fleet.speeds.loaded(96 * 64, seconds)
+        assert _offers(chooser, request) is is_read, (reuse, seconds)

@@ -1,0 +1,71 @@
+"""Reading KV against computing it again, by what both took lately."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdkv.router.routing.reuse import LOAD_PATIENCE, MIN_LOAD_TIMEOUT_S, Costs, Line, Speeds
+
+
+@given(
+    intercept=st.floats(0, 1),
+    slope=st.floats(1e-9, 1e-3),
+    amounts=st.lists(st.integers(1, 10**6), min_size=5, max_size=30, unique=True),
+)
+def test_a_line_finds_what_its_measurements_lie_on(intercept: float, slope: float, amounts: list[int]) -> None:
+    line = Line()
+    for amount in amounts:
+        line.add(amount, intercept + slope * amount)
+    at_rest, per_unit = line.fit()
+    assert at_rest >= 0
+    assert per_unit >= 0
+    last = amounts[-1]
+    if max(amounts[-5:]) > 10 * min(amounts[-5:]):  # they differ enough to tell the two parts
+        assert at_rest + per_unit * last == pytest.approx(intercept + slope * last, rel=0.05, abs=1e-6)
+
+
+def test_equal_amounts_make_a_line_through_the_origin() -> None:
+    line = Line()
+    assert not line.known
+    for _ in range(5):
+        line.add(100, 0.2)
+    assert line.fit() == (0.0, pytest.approx(0.002))
+
+
+def test_what_was_measured_long_ago_is_forgotten_and_nothing_is_no_measurement() -> None:
+    line = Line()
+    for seconds in [1.0] * 20 + [0.01] * 60:
+        line.add(1000, seconds)
+        line.add(0, seconds)
+    assert line.fit()[1] == pytest.approx(0.01 / 1000, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "compute_s", "loads"),
+    [(None, 1.0, True), (0.1, None, True), (None, None, True), (0.1, 0.2, True), (0.2, 0.1, False), (0.1, 0.1, False)],
+)
+def test_the_cheaper_way_is_taken_and_the_unknown_is_tried(
+    load_s: float | None, compute_s: float | None, loads: bool
+) -> None:
+    assert Costs(load_s, compute_s).prefers_load is loads
+
+
+def test_a_load_may_take_a_multiple_of_computing() -> None:
+    assert Costs(0.1, None).load_timeout_s == 0.0  # its own deadline
+    assert Costs(0.1, 0.01).load_timeout_s == MIN_LOAD_TIMEOUT_S
+    assert Costs(0.1, 5.0).load_timeout_s == LOAD_PATIENCE * 5.0
+
+
+def test_a_load_costs_an_answer_its_beginning_and_its_bytes_and_computing_only_its_tokens() -> None:
+    speeds = Speeds()
+    assert speeds.costs("p", 100, 1000) == Costs(None, None)
+    for i in range(1, 30):
+        speeds.loaded(i << 20, 0.002 + (i << 20) / 1e9)
+        speeds.answered(0.004)
+        speeds.computed("p", 100 * i, 0.05 + 100 * i / 2000)
+    costs = speeds.costs("p", 4000, 64 << 20)
+    assert costs.load_s == pytest.approx(0.004 + 0.002 + (64 << 20) / 1e9, rel=0.01)
+    assert costs.compute_s == pytest.approx(2.0, rel=0.01)  # another token more or less does not begin a step
+    assert speeds.costs("q", 4000, 64 << 20).compute_s is None
+    speeds.forget("p")
+    assert speeds.costs("p", 4000, 64 << 20).compute_s is None
