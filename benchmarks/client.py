@@ -20,6 +20,7 @@ class Reply:
         self.sent = sent
         self.stamps: list[float] = []  # one per event that holds a choice
         self.num_tokens = 0
+        self.token_ids: list[int] = []  # where they were asked for
         self.error: str | None = None
 
     @property
@@ -88,6 +89,8 @@ class _Stream(asyncio.Protocol):
             if b'"error":' in event and "error" in json.loads(event[5:]):
                 self._end(event[:200].decode(errors="replace"))
             self.reply.stamps.append(self._now)
+            if b'"token_ids":[' in event:
+                self.reply.token_ids += json.loads(event[5:])["choices"][0]["token_ids"]
         else:
             body: dict[str, Any] = json.loads(event[5:])
             if body.get("usage"):
@@ -109,18 +112,21 @@ async def complete(
     max_tokens: int,
     reply: Reply | None = None,
     shape: Mapping[str, Any] | None = None,
+    token_ids: bool = False,
 ) -> Reply:
     """Stream one greedy completion of exactly `max_tokens` tokens. Never raises: the reply says what went wrong.
 
     Args:
         reply: is filled in while the answer comes, for callers that cancel this before its end.
         shape: `structured_outputs`; the answer may end early then.
+        token_ids: the reply shall have those of the answer: to be asked where the client's time does not matter.
     """
     where = urlsplit(url)
     body = json.dumps({
         "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},
         **({"ignore_eos": True} if shape is None else {"structured_outputs": shape}),
+        **({"return_token_ids": True} if token_ids else {}),
     }).encode()  # fmt: skip
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"

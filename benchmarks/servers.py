@@ -52,8 +52,10 @@ def post(url: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
         return json.load(response)
 
 
-def wait_healthy(url: str, process: "subprocess.Popen[bytes]", timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait for a 200 of /health.
+def wait_healthy(
+    url: str, process: "subprocess.Popen[bytes]", timeout_s: float = START_TIMEOUT_S, *, path: str = "/health"
+) -> None:
+    """Wait for a 200 of `path`.
 
     Raises:
         RuntimeError: the process ended, or the time did.
@@ -61,7 +63,7 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", timeout_s: float 
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(OSError):
-            get(url + "/health")
+            get(url + path)
             return
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{url} did not become ready (exit status {process.poll()})")
@@ -71,7 +73,12 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", timeout_s: float 
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], url: str, *, environment: Mapping[str, str] | None = None, wait: bool = True
+    command: Sequence[str],
+    url: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    wait: bool = True,
+    health: str = "/health",
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A server as a process group of its own; its output goes to a file that is shown if it does not start."""
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as folder:
@@ -80,7 +87,7 @@ def running(
             process = _spawn(command, out, Path(folder), environment or {})
         try:
             if wait:
-                wait_healthy(url, process)
+                wait_healthy(url, process, path=health)
             yield process
         except Exception as error:
             error.add_note(f"the end of the log of {url}:\n{_tail(log)}")

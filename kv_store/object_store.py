@@ -42,7 +42,7 @@ class ObjectStore(TellingStore):
         """
         self._options = options or StoreOptions()
         self._what = url
-        self._bucket = _open_bucket(url, self._options)
+        self.bucket = _open_bucket(url, self._options)
         self._budget = _Budget(self._options.max_bytes_in_flight)
         self._loop = _LoopThread()
 
@@ -63,7 +63,7 @@ class ObjectStore(TellingStore):
     def delete(self, keys: Sequence[bytes]) -> None:
         names = [_name(key) for key in keys]
         if names:
-            self._run([partial(obstore.delete_async, self._bucket, names)])
+            self._run([partial(obstore.delete_async, self.bucket, names)])
 
     def close(self) -> None:
         self._loop.close()
@@ -72,7 +72,7 @@ class ObjectStore(TellingStore):
 
     async def _has(self, key: bytes) -> bool:
         try:
-            await obstore.head_async(self._bucket, _name(key))
+            await obstore.head_async(self.bucket, _name(key))
         except FileNotFoundError:
             return False
         return True
@@ -81,7 +81,7 @@ class ObjectStore(TellingStore):
         """False: no such object, or one of another size; one that is cut short while it is read is one of those."""
         async with self._budget.of(buffer.nbytes):
             try:
-                result = await obstore.get_async(self._bucket, _name(key))
+                result = await obstore.get_async(self.bucket, _name(key))
             except FileNotFoundError:
                 return False
             if result.meta["size"] != buffer.nbytes:
@@ -99,7 +99,7 @@ class ObjectStore(TellingStore):
         async with self._budget.of(value.nbytes):
             try:
                 # A copy: obstore may still send what a call that is over has given it.
-                await obstore.put_async(self._bucket, _name(key), bytes(value), mode="create", use_multipart=False)
+                await obstore.put_async(self.bucket, _name(key), bytes(value), mode="create", use_multipart=False)
             except exceptions.AlreadyExistsError:
                 return
             except FileNotFoundError as error:

@@ -18,6 +18,7 @@ from benchmarks import (
     host_gap,
     hosts,
     identity,
+    kv_hierarchy,
     layerwise,
     linears,
     sampler,
@@ -174,6 +175,18 @@ def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
         [claim] = layerwise.run(Context(tmp_path, None, quick=True), url)
     check([claim])
     assert claim.figures["local ms"] > 0
+
+
+@pytest.mark.slow
+def test_conversations_that_overflow_the_pool_are_played_with_a_host_tier_and_without(tmp_path: Path) -> None:
+    check(kv_hierarchy.run_turns(Context(tmp_path, None, quick=True)))
+
+
+@pytest.mark.slow
+def test_a_hit_in_each_tier_is_compared_with_a_local_one(tmp_path: Path) -> None:
+    claims = kv_hierarchy.run_hits(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert len(claims) >= 2
 
 
 @pytest.mark.slow

@@ -36,10 +36,12 @@ _CHOSEN: Mapping[tuple[str, str, str], str] = {
 
 _OF_STORES: Mapping[str, str] = {
     "memory": "pdkv.connector_kit.bench.bare:LocalCopy",
+    "host": "pdkv.connector_kit.bench.bare:SharedMapping",
     "file": "pdkv.connector_kit.bench.bare:FileRead",
     "redis": "pdkv.connector_kit.bench.bare_redis:RedisGet",
     "redis+unix": "pdkv.connector_kit.bench.bare_redis:RedisGet",
     "unix": "pdkv.connector_kit.bench.bare_redis:RedisGet",
+    **dict.fromkeys(("s3", "gs", "az"), "pdkv.connector_kit.bench.bare_objects:ObjectGet"),
 }
 """By the scheme of the first URL."""
 
