@@ -35,7 +35,9 @@ class CudaPoolDevice(PoolDevice):
         except CudaDriverError as error:
             hint = "a smaller --kv-cache-memory helps" if error.is_out_of_memory else "--connector nixl does without"
             raise ConfigError(f"cannot share {num_bytes} bytes of {self.device} for KV: {error}; {hint}") from error
-        return memory.as_tensor(self.device).zero_(), handle
+        data = memory.as_tensor(self.device).zero_()
+        torch.cuda.current_stream(self.device).synchronize()  # other streams may copy from and to it from here on
+        return data, handle
 
     def _make_event(self) -> tuple[Event, bytes]:
         try:
@@ -57,9 +59,9 @@ class CudaPoolDevice(PoolDevice):
         except (CudaDriverError, RuntimeError) as error:
             raise IncompatiblePeers(f"{what}: {error}") from error
 
-    def _open_event(self, address: DevicePoolAddress) -> Event:
+    def _open_event(self, address: DevicePoolAddress, handle: bytes) -> Event:
         try:  # on this device: the owner's would cost a context there
-            return CudaEvent(torch.cuda.Event.from_ipc_handle(self.device, address.event))  # type: ignore[no-untyped-call]
+            return CudaEvent(torch.cuda.Event.from_ipc_handle(self.device, handle))  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise IncompatiblePeers(f"an event of {address.device} cannot be used on {self.name}: {error}") from error
 

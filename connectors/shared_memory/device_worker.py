@@ -1,7 +1,7 @@
 """The worker side of `shared_memory` where KV is on devices: copies from pool to pool, verified as in host memory.
 
-The order, over two processes. The source records its event behind each step's kernels, and only then publishes what
-the step computed. A reader that knows of it waits for the event, copies on a stream of its own, waits for the copy,
+The order, over two processes. The source records an event behind each step's kernels, and only then publishes what
+the step computed. A reader that knows of it waits for the events, copies on a stream of its own, waits for the copy,
 sees that the source still has its memory, and reads the generations again.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdkv.connectors.arena.device_pool import COPY_BYTES, PeerPool, PoolDevice
+from pdkv.connectors.arena.device_pool import COPY_BYTES, PeerPool, PoolDevice, StepEvents
 from pdkv.connectors.arena.memory import Arena, PeerArena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
@@ -22,7 +22,7 @@ from pdkv.connectors.transfer.lanes import Lane
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.units import COPY_TIMEOUT_S, UnitPart
 from pdkv.connectors.transfer.worker import Job
-from pdkv.errors import ConfigError, TransferTimeout
+from pdkv.errors import ConfigError
 from pdkv.host.fence import fence
 from pdkv.kernels.streams import Event, Stream, streams_of
 
@@ -58,7 +58,7 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         super().__init__(config, arena, notify, io_threads=io_threads, load_timeout_s=load_timeout_s, peers=peers)
         self._device = device
         self._data: torch.Tensor | None = None  # the own pool, (bytes,) uint8
-        self._step_done: Event | None = None  # that peers wait for
+        self._step_done: StepEvents | None = None  # that peers wait for
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         exported = self._arena.exported
@@ -90,7 +90,7 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         assert isinstance(scratch, _Copies)
         peer, pool = self._arenas.pool(*piece.peer_rank, self._device)
         self.check_generations(job, piece, scratch)
-        _wait_for_step(job, peer, pool)
+        self._wait_for_step(job, peer, pool)
         pieces = piece.pieces(self.config.layout)
         for part in pieces.cut(COPY_BYTES):
             job.check()
@@ -102,6 +102,20 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
     def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
         """The digests are made of what has landed."""
         return Landed(self.read(job, piece, scratch))
+
+    def _wait_for_step(self, job: Job, peer: PeerArena, pool: PeerPool) -> None:
+        """Return when all that the source had published when this was called is in its blocks.
+
+        Raises:
+            TransferTimeout, TransferCancelled: the job has to stop.
+            PeerGone: the source has ended, so that its step may never.
+        """
+
+        def late() -> None:
+            job.check()
+            peer.check_owner()
+
+        pool.step_done.wait(lambda: min(job.remaining_s(), LOOK_S), late)
 
     def _copy(self, part: Pieces, source: "torch.Tensor", copies: _Copies) -> None:
         """Copy, and return when it is there: the blocks may be another one's then.
@@ -123,20 +137,3 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         assert self._data is not None
         self._copy(block_pieces(layout, block, block, range(layout.num_layers)), self._data, copies)
         self._copy(unit_pieces(layout, layout, block, 0, block, whole), self._data, copies)
-
-
-def _wait_for_step(job: Job, peer: PeerArena, pool: PeerPool) -> None:
-    """Return when all that the source had published when this was called is in its blocks.
-
-    Raises:
-        TransferTimeout, TransferCancelled: the job has to stop.
-        PeerGone: the source has ended, so that its step may never.
-    """
-    while True:
-        try:
-            pool.step_done.synchronize(min(job.remaining_s(), LOOK_S))
-        except TransferTimeout:
-            job.check()
-            peer.check_owner()
-        else:
-            return

@@ -221,8 +221,12 @@ class RecordedEvent(Event):
         return self._node is None or self._node.has_run
 
     def synchronize(self, timeout_s: float) -> None:
+        """As a host that looks: of an event that is recorded anew meanwhile it sees the last record only."""
+        node = None
         if self._device.made("synchronize"):
-            self._device.reach(self._node, timeout_s)
+            while self._node is not node:
+                node = self._node
+                self._device.reach(node, timeout_s)
 
 
 class _Queueing(TorchDispatchMode):

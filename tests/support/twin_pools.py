@@ -40,8 +40,8 @@ class TwinPoolDevice(PoolDevice):
         assert isinstance(data, torch.Tensor)
         return data
 
-    def _open_event(self, address: DevicePoolAddress) -> Event:
-        event = self._exported[address.event]
+    def _open_event(self, address: DevicePoolAddress, handle: bytes) -> Event:
+        event = self._exported[handle]
         assert isinstance(event, Event)
         return event
 

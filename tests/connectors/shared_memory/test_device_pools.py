@@ -1,6 +1,7 @@
 """Pools on devices: in which order two engines do things, and what becomes of a source that goes or does not fit."""
 
 import logging
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -56,8 +57,46 @@ def loads_what_a_late_step_computes(recorded: RecordedStreams) -> bool:
 
 
 def test_a_load_comes_behind_the_sources_step_and_the_readers_and_ends_when_it_is_there() -> None:
-    of_two_engines_start = [(kind, number) for kind in ("record", "synchronize") for number in range(4)]
-    check_every_call(loads_what_a_late_step_computes, but=of_two_engines_start)
+    check_every_call(loads_what_a_late_step_computes)
+
+
+def test_a_source_that_always_has_a_step_queued_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks at one event, recorded anew before it has come, never sees it come."""
+    recorded = use_recorded(monkeypatch, Order.LATE)
+    use_twin_pools(monkeypatch)
+    with closing_engines("cuda") as make:
+        prefill, decode = make("p"), make("d")
+        decode.meet(prefill.card)
+        before, request, looked = None, None, threading.Event()
+        for _ in range(200):
+            step = recorded.make_stream()
+            step.hold()
+            with step.on():
+                prefill.worker.wait_for_save()
+            if before is not None:
+                before.release()
+            before = step
+            if request is None:
+                request = hand_off(prefill)
+                decode.start(request, OWN, 0)
+            if results := decode.worker.get_finished():
+                break
+            looked.wait(0.01)
+        assert before is not None
+        before.release()
+        assert results.finished_receiving
+
+
+def test_a_pool_with_other_events_than_these_is_not_mapped(make_engine: Engines) -> None:
+    prefill, decode = make_engine("p"), make_engine("d")
+    address = msgspec.msgpack.decode(prefill.card.rank_blobs[0], type=ArenaAddress)
+    assert address.pool is not None
+    pool = msgspec.structs.replace(address.pool, events=address.pool.events[:1])
+    lie = msgspec.msgpack.encode(msgspec.structs.replace(address, pool=pool))
+    decode.meet(msgspec.structs.replace(prefill.card, rank_blobs=[lie]))
+    request = hand_off(prefill)
+    decode.start(request, OWN, 0)
+    assert decode.outcome(request).code == "incompatible_peers"
 
 
 def test_a_source_that_ends_while_it_is_copied_from_has_given_nothing(
