@@ -58,7 +58,12 @@ def _digest_kernel(
 
 
 def digests_triton(
-    pool: torch.Tensor, offsets: torch.Tensor, words: torch.Tensor, seeds: torch.Tensor, strides: tuple[int, int]
+    pool: torch.Tensor,
+    offsets: torch.Tensor,
+    words: torch.Tensor,
+    seeds: torch.Tensor,
+    strides: tuple[int, int],
+    most_words: int,
 ) -> torch.Tensor:
     """The digests of units of a pool, (n, heads) int64.
 
@@ -68,6 +73,7 @@ def digests_triton(
         words: (n,) int64, so many of each of a unit's rows are digested.
         seeds: (sides, heads) int64, contiguous.
         strides: from one side of a layer to the next, and from head to head.
+        most_words: what a row can have; the kernel is compiled for that.
     """
     num_sides, num_heads = seeds.shape
     digests = torch.empty((offsets.shape[0], num_heads), dtype=torch.int64, device=pool.device)
@@ -76,7 +82,7 @@ def digests_triton(
     constants = np.array(digest.KEYS + digest.LANES, dtype=np.uint64).view(np.int64)
     _digest_kernel[digests.shape](
         pool, offsets, words, seeds, torch.from_numpy(constants).to(pool.device), digests, *strides, num_sides,
-        STRIPES=triton.next_power_of_2(-(-int(words.max()) // digest.STRIPE_WORDS)),
+        STRIPES=triton.next_power_of_2(-(-most_words // digest.STRIPE_WORDS)),
         **LAUNCH_OPTIONS,
     )  # fmt: skip
     return digests

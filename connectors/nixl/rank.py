@@ -45,6 +45,7 @@ class NixlRank:
         """
         self.endpoint.register(kv_cache, generations)
         self.units = UnitPool(kv_cache)
+        self.units.compile_kernels()
         self.source = GatherSource(self.endpoint, self.units, guard)
         self.reader = PoolReader(self.endpoint, self.units, self._options.gate)
         self.endpoint.add_work(self.endpoint.sources.map_ahead)

@@ -73,6 +73,7 @@ class PiecePool:
     def __init__(self, kv_cache: "torch.Tensor", layout: KVLayout) -> None:
         self.layout = layout
         self.units = UnitPool(kv_cache)
+        self.units.compile_kernels()
         self.device = kv_cache.device
         self.on_host = self.units.on_cpu
         self._num_blocks = len(kv_cache)

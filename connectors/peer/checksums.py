@@ -34,6 +34,7 @@ class Checksums:
         self._config = config
         if config.kv_checksum != "off":
             self.pool = PoolDigests(kv_cache, config.layout, rank=config.rank, tp=config.tp)
+            self.pool.compile_kernels()
 
     def close(self) -> None:
         """Let go of the pool. Idempotent."""

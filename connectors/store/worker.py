@@ -119,6 +119,7 @@ class StoreWorker(TransferWorker):
             self._pool = UnitPool(kv_cache)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        self._pool.compile_kernels()
         parts = [part.part for parts in self._cut.parts for part in parts]
         per_value = max(self._cut.value_tokens) // HASH_BLOCK_SIZE
         self._forms = Forms(self._pool, self._coder, self._cut.forms)

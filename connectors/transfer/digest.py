@@ -112,6 +112,12 @@ class PoolDigests:
         add_digests(result, _seeds(self.first_head, part), self.flat, offsets, self._rows(part), sizes=sizes)
         return result
 
+    def compile_kernels(self) -> None:
+        """Have a device's kernel compiled now: no transfer waits for that."""
+        if self.flat is None:
+            first = as_ids([0])
+            self.digests(Tokens(first, first, as_ids([self.unit_tokens])), self.whole)
+
     def begin(self, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> "PieceDigests":
         """Digests of a piece that is about to move out of this pool, or into it."""
         return PieceDigests(self, tokens, part, key, first_token)
@@ -186,7 +192,7 @@ class PoolDigests:
                 for array in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
             )
             strides = (rows.source_outer_stride // WORD_BYTES, rows.source_inner_stride // WORD_BYTES)
-            digests = digests_triton(words, begins, counts, keys, strides)
+            digests = digests_triton(words, begins, counts, keys, strides, rows.row_bytes // WORD_BYTES)
             result = self._streams.make_pinned(digests.nbytes).view(torch.int64).view(digests.shape)
             result.copy_(digests, non_blocking=True)
             done.record()

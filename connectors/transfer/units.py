@@ -98,6 +98,17 @@ class UnitPool:
         """Bytes of the image of one unit."""
         return part.num_layers * 2 * part.num_heads * self._piece_bytes
 
+    def compile_kernels(self) -> None:
+        """Have a device's kernels compiled now, on a block of nobody's: no transfer waits for that."""
+        if self.on_cpu:
+            return
+        import torch
+
+        twin, unit = UnitPool(torch.zeros_like(self.kv_cache[:1])), as_ids([0])
+        image: Bytes = streams_of(self.kv_cache.device).make_pinned(twin.unit_bytes(twin.whole)).numpy()
+        twin.gather(unit, twin.whole, image, after=ON_HOST, timeout_s=0.0)
+        twin.scatter(unit, twin.whole, image)
+
     def cut(self, units: Ids, part: UnitPart, max_bytes: int) -> Iterator[Ids]:
         """Pieces of `units`, in order, whose images have at most `max_bytes`; a unit that has more is one by itself.
 

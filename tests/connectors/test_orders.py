@@ -13,6 +13,7 @@ import torch
 from digests_in_torch import use_digests_in_torch
 from nixl_engines import Engine as NixlEngine
 from nixl_engines import awaiting, closing
+from nixl_engines import view as nixl_view
 from nixl_rig import needs_nixl
 from push_rig import make_layout
 from recorded_streams import RecordedStreams, check_every_call, use_recorded
@@ -93,6 +94,58 @@ def test_what_a_peer_gathers_is_what_the_step_has_computed() -> None:
             return not decode.outcome("t").code and not decode.wrong_tokens(ours, 0, 100, 1)
 
     check_every_call(gather, but=BESIDE)
+
+
+@needs_nixl
+def test_what_is_offered_is_what_the_step_has_computed() -> None:
+    """A peer reads what is offered at once."""
+    theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
+
+    def push(recorded: RecordedStreams) -> bool:
+        with closing() as make:
+            prefill = make(NixlEngine, "p", options={"mode": "push"}, kv_checksum="off", own_pool=False)
+            with on_host():
+                decode = make(NixlEngine, "d", options={"mode": "push"}, kv_checksum="off")
+            prefill.meet(decode.card)
+            decode.meet(prefill.card)
+            ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
+            with recorded.compute.on():
+                prefill.fill(theirs, 100, 1)
+            prefill.earlier_steps = queued_step(recorded)
+            prefill.push("t", ticket, theirs, 0, 100, last=True)
+            return not decode.outcome("t").code and not decode.wrong_tokens(ours, 0, 100, 1)
+
+    check_every_call(push)
+
+
+@needs_nixl
+def test_what_was_offered_to_us_lies_over_what_the_step_before_wrote() -> None:
+    theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
+    options = {"mode": "push", "path": "ucx"}
+
+    def load(recorded: RecordedStreams) -> bool:
+        with closing() as make:
+            with on_host():
+                prefill = make(NixlEngine, "p", options=options, kv_checksum="off")
+            decode = make(NixlEngine, "d", options=options, kv_checksum="off", own_pool=False)
+            prefill.meet(decode.card)
+            decode.meet(prefill.card)
+            prefill.fill(theirs, 100, 1)
+            kv = decode.ranks[0].kv
+            with recorded.compute.on():
+                kv.fill_(-2.0)
+            decode.earlier_steps = queued_step(recorded)
+            ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
+            prefill.push("t", ticket, theirs, 0, 100, last=True)
+            if decode.outcome("t").code:
+                return False
+            with recorded.compute.on():
+                read = kv.clone()
+            recorded.finish()
+            kv[:] = read
+            return not decode.wrong_tokens(ours, 0, 100, 1)
+
+    check_every_call(load)
 
 
 def test_digests_are_of_what_the_step_has_computed() -> None:

@@ -477,6 +477,7 @@ def test_digests(row_words: int, device: torch.device) -> None:
         torch.from_numpy(words).to(device),
         torch.from_numpy(seeds.view(np.int64)).to(device),
         (heads * row_words, row_words),
+        row_words,
     )
     assert np.array_equal(result.cpu().numpy().view(np.uint64), expected)
 

@@ -6,24 +6,27 @@ import numpy as np
 import pytest
 import torch
 
+from pdkv.connectors.transfer.digest import PoolDigests
+from pdkv.connectors.transfer.units import UnitPool
 from pdkv.kernels import digest_triton
 
 
-def digests_in_torch(words: Any, offsets: Any, sizes: Any, seeds: Any, strides: tuple[int, int]) -> Any:
+def digests_in_torch(words: Any, offsets: Any, sizes: Any, seeds: Any, strides: tuple[int, int], most: int) -> Any:
     """Stands for the Triton kernel: other digests, by operations that a recorded device queues."""
     sides, heads = seeds.shape
-    width = int(sizes.max())
     places = (
         offsets.numpy()[:, None, None, None]
         + np.arange(sides)[None, :, None, None] * strides[0]
         + np.arange(heads)[None, None, :, None] * strides[1]
-        + np.arange(width)
+        + np.arange(most)
     )
-    used = torch.from_numpy(np.arange(width) < sizes.numpy()[:, None])[:, None, None]
+    used = torch.from_numpy(np.arange(most) < sizes.numpy()[:, None])[:, None, None]
     read = words[torch.from_numpy(places)]
     return (read * used * (seeds[None, :, :, None] | 1)).sum(dim=(1, 3))
 
 
 def use_digests_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on these are a device's."""
+    """From now on these are a device's, and nothing is compiled when a connector starts."""
     monkeypatch.setattr(digest_triton, "digests_triton", digests_in_torch)
+    for kind in (UnitPool, PoolDigests):
+        monkeypatch.setattr(kind, "compile_kernels", lambda self: None)

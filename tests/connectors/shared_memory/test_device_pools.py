@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import torch
+from digests_in_torch import use_digests_in_torch
 from recorded_streams import Order, RecordedStreams, check_every_call, use_recorded
 from shared_memory_rig import Engine, Engines, Gate, closing_engines, view
 from twin_pools import use_twin_pools
@@ -20,6 +21,11 @@ torch.set_num_threads(1)
 
 SOURCE, OWN = [9, 3, 1], [0, 1, 2]
 POISON = -77.0
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_digests_in_torch(monkeypatch)
 
 
 @pytest.fixture

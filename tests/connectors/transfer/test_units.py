@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_streams import use_recorded
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import as_ids, unit_index
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
+from pdkv.kernels import kv_copy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -128,6 +130,20 @@ def test_device_pools_give_the_same_images(block_size: int, part: tuple[int, int
     back.scatter(units, chosen, images[1])
     UnitPool(empty).scatter(units, chosen, images[0])
     assert torch.equal(back.kv_cache.cpu(), empty)
+
+
+def test_kernels_are_compiled_without_a_touch_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather and a scatter have been queued, and done, whatever the pool's own zeros wait for."""
+    recorded = use_recorded(monkeypatch)
+    pool = make_pool(6, 16)
+    expected, asked = pool.clone(), []
+    for name in ("gather_blocks", "scatter_blocks"):
+        real = getattr(kv_copy, name)
+        monkeypatch.setattr(kv_copy, name, lambda *args, name=name, real=real: (asked.append(name), real(*args)))
+    UnitPool(pool).compile_kernels()
+    recorded.finish_all()
+    assert asked == ["gather_blocks", "scatter_blocks"]
+    assert torch.equal(pool, expected)
 
 
 def test_units_are_cut_by_the_bytes_of_their_images() -> None:
