@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -43,13 +43,21 @@ class Sizes(NamedTuple):
     prefill: tuple[tuple[int, int], ...]  # new tokens of a prompt, and all
     write_tokens: int
     copy_blocks: int
+    linear: tuple[int, int]  # outputs and inputs of a quantized layer
+    linear_rows: tuple[int, ...]  # of decodes, which memory bounds, and of a prompt
 
 
-FULL = Sizes(1 << 30, 8192, 8, 32, 8, 128, 16, ((64, 4096), (1, 131_072)), ((8192, 8192), (2048, 32_768)), 8192, 2048)
-SMOKE = Sizes(1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), ((20, 20), (8, 40)), 8, 3)
-
+LLAMA_8B_GATE_UP = (28_672, 4096)
+FULL = Sizes(
+    1 << 30, 8192, 8, 32, 8, 128, 16, ((64, 4096), (1, 131_072)), ((8192, 8192), (2048, 32_768)), 8192, 2048,
+    LLAMA_8B_GATE_UP, (1, 64, 4096),
+)  # fmt: skip
+SMOKE = Sizes(1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), ((20, 20), (8, 40)), 8, 3, (48, 320), (1, 5, 300))
 
 _CHECKED_QUERIES = 128
+_QUEUED_CYCLES = 1_000_000  # half a millisecond, in which a call is queued as a whole
+_LINEAR_COPIES = 4  # of a quantized weight, used in turn: one might stay in a cache
+_MEMORY_BOUND_ROWS = 64
 
 
 def _prefill(new: int, num_tokens: int) -> str:
@@ -73,6 +81,7 @@ class Bench:
         for _ in range(self.repeats):
             if self.device.type == "cuda":
                 begin, end = make_event(enable_timing=True), make_event(enable_timing=True)
+                torch.cuda._sleep(_QUEUED_CYCLES)
                 begin.record()
                 call()
                 end.record()
@@ -95,6 +104,9 @@ class Bench:
             yield self.attention([(new, num_tokens)], _prefill(new, num_tokens), "TFLOP/s")
         yield self.write()
         yield from self.block_copies()
+        for rows in self.sizes.linear_rows:
+            yield self.linear_int4(rows)
+            yield self.linear_fp8(rows)
 
     def copy_yardstick(self) -> Result:
         """The device's own copy."""
@@ -205,6 +217,54 @@ class Bench:
         rate = 2 * buffer.nbytes / seconds / 1e9
         return Result(name, shape, seconds * 1e3, rate, "GB/s", _difference(written, expected))
 
+    def linear_int4(self, rows: int) -> Result:
+        """Packed weights in groups of 128 with zero points, as of AWQ."""
+        from pdkv.kernels import linear_int4 as module
+        from pdkv.kernels.int4_weight import pack_int4
+        from pdkv.kernels.linear_int4_triton import linear_int4_triton
+
+        outputs, inputs = self.sizes.linear
+        groups = -(-inputs // 128)
+        scales = torch.full((groups, outputs), 0.05 * inputs**-0.5, dtype=self.dtype, device=self.device)
+        numbers = [torch.randint(0, 16, (outputs, inputs), device=self.device).byte() for _ in range(_LINEAR_COPIES)]
+        zeros = torch.randint(6, 11, scales.shape, device=self.device).byte()
+        weights = [pack_int4(each, scales, zeros, 128) for each in numbers]
+        x = torch.randn(rows, inputs, device=self.device).to(self.dtype)
+        multiply = linear_int4_triton if rows <= _MEMORY_BOUND_ROWS else module.linear_int4
+        expected = module.linear_int4_reference(x[:_CHECKED_QUERIES], weights[0])
+        error = _difference(multiply(x, weights[0])[:_CHECKED_QUERIES], expected)
+        in_turn = cycle(weights)
+        seconds = self.seconds(lambda: multiply(x, next(in_turn)))
+        read = sum(each.nbytes for each in weights[0] if isinstance(each, torch.Tensor))
+        return self._linear("linear_int4", x, read, seconds, error)
+
+    def linear_fp8(self, rows: int) -> Result:
+        """FP8 weights, and the quantization of each row of inputs."""
+        from pdkv.kernels.quantize_fp8 import quantize_rows
+        from pdkv.models.quantized_linear import Fp8Linear
+
+        outputs, inputs = self.sizes.linear
+        scales = torch.full((outputs,), 0.25 * inputs**-0.5, device=self.device)
+        dense = [torch.randn(outputs, inputs, device=self.device) for _ in range(_LINEAR_COPIES)]
+        weights = [each.to(torch.float8_e4m3fn) for each in dense]
+        layers = [Fp8Linear(weight, scales, None, None) for weight in weights]
+        x = torch.randn(rows, inputs, device=self.device).bfloat16()
+        numbers, row_scales = (each.double() for each in quantize_rows(x[:_CHECKED_QUERIES], None))
+        expected = numbers * row_scales @ (weights[0].double() * scales.double()[:, None]).T
+        error = _difference(layers[0](x)[:_CHECKED_QUERIES], expected)
+        in_turn = cycle(layers)
+        seconds = self.seconds(lambda: next(in_turn)(x))
+        return self._linear("linear_fp8", x, weights[0].nbytes + scales.nbytes, seconds, error)
+
+    def _linear(self, name: str, x: torch.Tensor, weight_bytes: int, seconds: float, error: float) -> Result:
+        (outputs, inputs), rows = self.sizes.linear, len(x)
+        shape = f"{rows} rows x {inputs} to {outputs}"
+        if rows > _MEMORY_BOUND_ROWS:
+            rate = 2 * rows * inputs * outputs / seconds / 1e12
+            return Result(name, shape, seconds * 1e3, rate, "TFLOP/s", error)
+        rate = (weight_bytes + x.nbytes + rows * outputs * x.element_size()) / seconds / 1e9
+        return Result(name, shape, seconds * 1e3, rate, "GB/s", error)
+
     def _copy_tensors(self, num_layers: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A pool, half of its blocks in random order, and a buffer for them."""
         pool = self._pool(2 * self.sizes.copy_blocks, layers=self.sizes.layers)
@@ -223,6 +283,14 @@ class Bench:
 _YARDSTICKS = {"gather_blocks": 0.9, "scatter_blocks": 0.9, "write_kv": 0.8}
 """Kernels that copy: the least share of the device's own copy."""
 
+_LINEARS = {
+    ("linear_int4", "GB/s"): ("copy", 0.6),
+    ("linear_int4", "TFLOP/s"): ("matmul", 0.6),
+    ("linear_fp8", "GB/s"): ("copy", 0.6),
+    ("linear_fp8", "TFLOP/s"): ("matmul", 1.0),
+}
+"""Quantized layers: what bounds them, few rows and many, and the least share of it."""
+
 _MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
@@ -239,7 +307,7 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
         yard, limit = _wanted(result, yardsticks)
         figures = {result.unit: result.rate, f"{yard.name} {yard.unit}": yard.rate, "ms": result.milliseconds}
         yield Claim(f"{name}: of {yard.name}", result.rate / yard.rate, limit, "higher", figures)
-        bound = _MAX_ERROR[dtype]
+        bound = _MAX_ERROR[torch.bfloat16 if result.name == "linear_fp8" else dtype]
         yield Claim(f"{name}: error over bound", result.max_error / bound, 1.0, "lower", {"error": result.max_error})
 
 
@@ -247,6 +315,9 @@ def _wanted(result: Result, yardsticks: Mapping[str, Result]) -> tuple[Result, f
     """What a result is compared with, and the least share of it."""
     if result.name in _YARDSTICKS:
         return yardsticks["copy"], _YARDSTICKS[result.name]
+    if (result.name, result.unit) in _LINEARS:
+        yardstick, limit = _LINEARS[result.name, result.unit]
+        return yardsticks[yardstick], limit
     if result.shape.startswith("prefill"):
         return yardsticks["torch_attention"], 0.75
     return yardsticks["copy"], 0.7 if result.shape.startswith("decode, 1 x") else 0.85
