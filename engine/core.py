@@ -12,9 +12,10 @@ from pdkv.engine.external import EndedSend, ExternalKV
 from pdkv.engine.grammar_wait import GrammarWait
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
+from pdkv.engine.kv_cache_manager import PrefixHit
 from pdkv.engine.lower_tiers import LowerTiers
 from pdkv.engine.plan import StepOutput, StepPlan
-from pdkv.engine.request import Request, name_of
+from pdkv.engine.request import Request, held_blocks, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import InvalidRequest, KVNotFound, NonFiniteLogits, PdkvError, RankError, RequestTimeout, ServerBusy
@@ -437,8 +438,7 @@ class EngineCore:
         """
         kv = self.scheduler.kv
         hit = kv.find_hit(request)
-        if not hit.num_tokens or not self.prefill.may_start(request, kv.num_kept(hit.num_tokens)):
-            reason = "too much is leased" if hit.num_tokens else "the cache has nothing of it"
+        if reason := self._why_not_lent(request, hit):
             self._refuse(request.router_id, request.key, KVNotFound(reason, transfer_id=request.transfer_key[0]))
             self._remember(request.key)
             return
@@ -449,6 +449,16 @@ class EngineCore:
         self.prefill.handed_off(request, self.external.finished(request), now)
         kv.free(request)
         self._remember(request.key)
+
+    def _why_not_lent(self, request: Request, hit: PrefixHit) -> str:
+        """Empty: it is lent. A peer reads by itself, so what is still computed on a device must not be named."""
+        if not hit.num_tokens:
+            return "the cache has nothing of it"
+        if not self.scheduler.undrawn.isdisjoint(held_blocks(hit.tables)):
+            return "it may still be computed"
+        if not self.prefill.may_start(request, self.scheduler.kv.num_kept(hit.num_tokens)):
+            return "too much is leased"
+        return ""
 
     def _refuse(self, router_id: str, key: RequestKey, error: PdkvError) -> None:
         """A Submit cannot be served."""

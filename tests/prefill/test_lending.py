@@ -5,6 +5,7 @@ The stand-in's tokens depend on the KV in the blocks, so a wrong byte is a wrong
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from state_machine.standin import expected_tokens
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
+from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import (
     Allocated,
@@ -40,14 +42,14 @@ NAMES = (f"lending-{i}" for i in count())
 class Turns:
     """An engine that has run the first turn, and one that gets the second and has nothing of it."""
 
-    def __init__(self, mode: str, num_blocks: int = 16) -> None:
+    def __init__(self, mode: str, num_blocks: int = 16, limits: SchedulerLimits | None = None) -> None:
         self.now = 1.0
         self.name = next(NAMES)
         self.fabric = MemoryFabric(manual=True, clock=lambda: self.now)
         MemoryFabric.bind(self.name, self.fabric)
         handoff = HandoffConfig(connector="memory", kv_load_timeout_s=5.0, lease_timeout_s=20.0)
         options = {"fabric": self.name, "mode": mode}
-        self.lender = make_core(name="d", options=options, handoff=handoff, num_blocks=num_blocks)
+        self.lender = make_core(name="d", options=options, handoff=handoff, num_blocks=num_blocks, limits=limits)
         self.borrower = make_core(name="p", options=options, handoff=handoff, num_blocks=num_blocks)
         for core in (self.lender, self.borrower):
             core.handle("r", Peers([self.lender.card, self.borrower.card]), 0.0)
@@ -59,9 +61,13 @@ class Turns:
 
     def ask(self, prompt: list[int] = SECOND, **fields: object) -> list[EngineToRouter]:
         """The router asks the lender; what that says."""
-        question = submit(prompt, request_id=lent_id("a"), until="cached", kv="handoff", **fields)
-        self.lender.handle("r", msgspec.structs.replace(question, transfer_id=lent_id("t-a")), self.now)
+        self.lender.handle("r", self.question(prompt, **fields), self.now)
         return self.run_lender()
+
+    def question(self, prompt: list[int], **fields: object) -> Submit:
+        """Of the router."""
+        asked = submit(prompt, request_id=lent_id("a"), until="cached", kv="handoff", **fields)
+        return msgspec.structs.replace(asked, transfer_id=lent_id("t-a"))
 
     def lend(self) -> KVHandoff:
         """What it hands off of the second turn."""
@@ -111,7 +117,7 @@ class Turns:
 def make_turns() -> Iterator[Callable[..., Turns]]:
     made: list[Turns] = []
 
-    def make(mode: str, **options: int) -> Turns:
+    def make(mode: str, **options: Any) -> Turns:
         made.append(Turns(mode, **options))
         return made[-1]
 
@@ -195,6 +201,24 @@ def test_what_cannot_be_lent_is_said_at_once(
     assert isinstance(failed, Failed)
     assert failed.code == "kv_not_found"
     assert reason in failed.message
+
+
+def test_what_a_device_may_still_compute_is_not_lent(make_turns: Callable[..., Turns]) -> None:
+    """A part of a prompt is confirmed before a token shows that its kernels have ended; a peer would read by itself."""
+    turns = make_turns("pull", limits=SchedulerLimits(8, 8))
+    prompt = list(range(60, 90))
+    turns.lender.handle("r", submit(prompt, request_id="long", max_tokens=2), turns.now)
+    turns.lender.step(turns.now)
+    turns.lender.step(turns.now)
+    turns.lender.take_messages(turns.now)
+    turns.lender.handle("r", turns.question(prompt), turns.now)
+    said = [message for _, sent in turns.lender.take_messages(turns.now) for message in sent]
+    (failed,) = of_type(said, Failed)
+    assert isinstance(failed, Failed)
+    assert "still be computed" in failed.message
+    turns.run_lender()  # tokens are drawn
+    turns.lender.handle("r", msgspec.structs.replace(turns.question(prompt), attempt=1), turns.now)
+    assert of_type(turns.run_lender(), HandedOff)
 
 
 def test_a_hand_off_must_be_one_that_was_lent_to_this_request(make_turns: Callable[..., Turns]) -> None:

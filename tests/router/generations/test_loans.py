@@ -1,0 +1,167 @@
+"""A dispatcher's loans: lenders that answer, refuse, keep silent or die, and what becomes of the books."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from dispatch_rig import System, check_right, collect, run
+from scripted_engine import expected_output, make_request
+
+from pdkv.block_keys import extend_keys, root_key
+from pdkv.router.generations import driver
+from pdkv.router.generations.request import GenerateRequest
+from pdkv.wire.lending import is_lent
+from pdkv.wire.messages import (
+    BlockStored,
+    CacheCleared,
+    EngineCard,
+    HandedOff,
+    KVEvents,
+    KVReady,
+    Loaded,
+    Release,
+    SourceCounts,
+    Submit,
+)
+
+REQUEST_TOKENS = 100
+NUM_LENT = 96
+
+
+class Lending(System):
+    """One prefill engine, and decode engines of which the first has the prompt."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(1, 2, **options)
+        self.lender, self.borrower = self.backends["decode-0"], self.backends["prefill-0"]
+
+    def card(self, name: str, **changes: Any) -> EngineCard:
+        return super().card(name, lends=True, **changes)
+
+    def store(self, request: GenerateRequest) -> None:
+        """The lender says that it has the prompt."""
+        card, keys = self.card("decode-0"), []  # type: ignore[var-annotated]
+        extend_keys(keys, root_key(model=card.model, layout=card.layout.identity), request.prompt_token_ids)
+        self.lender.say(KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
+
+    def asked(self) -> list[Submit]:
+        """What prefill was asked."""
+        return [m for m in self.borrower.heard(Submit) if not is_lent(m.request_id)]
+
+    def answer(self, num: int) -> None:
+        """How the scripted lender answers: 0 it lends, 2 not at all, 3 it has nothing any more."""
+        self.lender.engine.draw = lambda n: num if n == 4 else 0
+
+
+def test_what_a_lender_has_is_named_to_prefill_and_returned() -> None:
+    async def body(system: Any) -> None:
+        request = make_request(REQUEST_TOKENS)
+        system.store(request)
+        await check_right(system, request)
+        (submit,) = system.asked()
+        assert submit.handoff is not None
+        assert (submit.handoff.engine, submit.handoff.num_tokens) == ("decode-0", NUM_LENT)
+        assert [m for m in system.lender.heard(Release) if is_lent(m.transfer_id)]
+        assert system.dispatcher.counters.loans == {"ok": 1}
+        assert system.dispatcher.counters.dropped_messages == 0
+
+    run(Lending(), body)
+
+
+@pytest.mark.parametrize("answer", [2, 3])
+@pytest.mark.parametrize("kind", ["pull", "push"])
+def test_a_lender_that_refuses_or_keeps_silent_costs_nothing_but_time(
+    monkeypatch: pytest.MonkeyPatch, kind: str, answer: int
+) -> None:
+    monkeypatch.setattr(driver, "LOAN_TIMEOUT_S", 0.02)
+
+    async def body(system: Any) -> None:
+        request = make_request(REQUEST_TOKENS)
+        system.store(request)
+        system.answer(answer)
+        await check_right(system, request)
+        (submit,) = system.asked()
+        assert submit.handoff is None
+        assert system.dispatcher.counters.loans == {}
+
+    run(Lending(kind=kind), body)
+
+
+def test_prefill_is_asked_at_once_when_the_lender_dies() -> None:
+    async def body(system: Any) -> None:
+        request = make_request(REQUEST_TOKENS)
+        system.store(request)
+        system.lender.held = True
+        generation = system.dispatcher.start(request)
+        assert system.asked() == []
+        system.lender.die()
+        (submit,) = system.asked()
+        assert submit.handoff is None
+        tokens, _ = await collect(generation)
+        assert tokens == expected_output(request)
+        assert generation.num_attempts == 1  # it did not depend on it
+
+    run(Lending(), body)
+
+
+def test_the_borrower_hears_that_its_lender_died() -> None:
+    async def body(system: Any) -> None:
+        request = make_request(REQUEST_TOKENS)
+        system.store(request)
+        system.borrower.held = True
+        generation = system.dispatcher.start(request)
+        while not system.asked():
+            await asyncio.sleep(0)
+        system.lender.die()
+        assert [m.code for m in system.borrower.heard(KVReady)] == ["peer_gone"]
+        system.borrower.release()
+        tokens, _ = await collect(generation)
+        assert tokens == expected_output(request)
+
+    run(Lending(), body)
+
+
+@pytest.mark.parametrize(("code", "is_avoided"), [("kv_not_found", False), ("transfer_failed", True)])
+def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(code: str, is_avoided: bool) -> None:
+    async def body(system: Any) -> None:
+        request = make_request(REQUEST_TOKENS)
+        system.store(request)
+        system.borrower.held = True
+        generation = system.dispatcher.start(request)
+        while not system.asked():
+            await asyncio.sleep(0)
+        (submit,) = system.asked()
+        for _ in range(3):  # told once by an engine; a pair opens by several
+            system.borrower.say(Loaded(submit.request_id, 0, ok=False, code=code))
+        assert system.dispatcher.counters.loans[code] == 3
+        fleet, now = system.dispatcher.fleet, system.dispatcher._clock()
+        assert fleet.can_lend("decode-0", "prefill-0", now) is not is_avoided
+        generation.abort()
+        system.borrower.release()
+        await asyncio.sleep(0.01)
+
+    run(Lending(), body)
+
+
+def test_what_prefills_loads_and_answers_took_is_measured() -> None:
+    async def body(system: Any) -> None:
+        request = make_request(REQUEST_TOKENS)
+        system.store(request)
+        system.borrower.held = True
+        generation = system.dispatcher.start(request)
+        while not system.asked():
+            await asyncio.sleep(0)
+        (submit,) = system.asked()
+        speeds, handoff = system.dispatcher.fleet.speeds, submit.handoff
+        assert speeds.costs("prefill-0", 100, 100) == (None, None)
+        system.borrower.say(Loaded(submit.request_id, 0, ok=True, num_bytes=1000, seconds=0.5))
+        sources = SourceCounts(computed=4, store=96)
+        system.borrower.say(HandedOff(submit.request_id, 0, sources, handoff, ran_s=0.2))
+        costs = speeds.costs("prefill-0", 100, 2000)
+        assert costs.load_s is not None
+        assert 1.0 <= costs.load_s < 1.1
+        assert costs.compute_s == pytest.approx(100 * 0.05)
+        generation.abort()
+        system.borrower.engine.tasks.clear()
+
+    run(Lending(), body)
