@@ -36,7 +36,8 @@ from pdkv.host.memory_limits import check_host_memory
 from pdkv.logits_processors import ModelInfo, ProcessorSet
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.identity import ModelSource
-from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
+from pdkv.models.parallel import ALONE, DeviceRanks, TensorParallel, join_ranks
+from pdkv.models.parallel_symmetric import over_symmetric_memory
 from pdkv.models.shard import Shard
 from pdkv.version import VERSION
 from pdkv.wire.messages import EngineCard, KVLayout
@@ -261,7 +262,12 @@ def _make_executor(plan: _Plan, source: ModelSource, place: RankPlace | None) ->
 def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
     shard = Shard(place.rank, config.tp)
     device = resolve_device(config, shard)
-    return join_ranks(shard, device, place.peers, place.store, place.start_timeout_s)
+    ranks = join_ranks(shard, device, place.peers, place.store, place.start_timeout_s)
+    if not isinstance(ranks, DeviceRanks):
+        return ranks
+    assert place.store is not None, "ranks on CUDA met in a file"
+    symmetric = place.store.with_name(f"{place.store.name}.symmetric")
+    return over_symmetric_memory(ranks, device, symmetric, place.start_timeout_s)
 
 
 def _load_rank(plan: _Plan, source: ModelSource, parallel: TensorParallel) -> InProcessExecutor:
