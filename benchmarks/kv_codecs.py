@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 VALUE_UNITS = 4
 VALUE_TOKENS = VALUE_UNITS * HASH_BLOCK_SIZE
 NUM_FACTS = 64  # 453 tokens: seven values, and what is computed
-AT_ONCE = 50
+AT_ONCE = 25
 SIZE_LIMIT, DECODE_LIMIT, ENCODE_LIMIT, CHANGED_LIMIT = 3.5, 0.4, 0.25, 0.005
 
 

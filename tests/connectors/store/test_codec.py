@@ -110,6 +110,19 @@ def test_values_are_as_large_as_their_codec_says(rig: Rig, name: str) -> None:
     assert coded < 0.6 * raw
 
 
+def test_nothing_of_other_values_goes_along_with_one(rig: Rig) -> None:
+    """A buffer that had a larger value: behind the smaller one there are zeros."""
+    writer = rig.make(codec="cachegen", staging_bytes="1")
+    rig.save(writer, "before")
+    blocks = scattered(64, 16)
+    writer.fill(blocks, torch.zeros_like(random_kv(64)))
+    assert writer.save(view("zeros", num_tokens=65, salt="zeros"), blocks, 64) is not None
+    body = rig.store.saved[keys_of(writer, "zeros")[0]][:-ENVELOPE_BYTES]
+    coded = HEADER_BYTES + int.from_bytes(body[HEADER_BYTES - 8 : HEADER_BYTES], "little")
+    assert coded < 0.9 * len(body)
+    assert body[coded:] == bytes(len(body) - coded)
+
+
 # --- who finds what -----------------------------------------------------------------------------------------------
 
 
