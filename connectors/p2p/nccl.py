@@ -231,6 +231,10 @@ class _LinkStore(Store):
         """Whether all are here by now."""
         return all(key in self._values for key in keys)
 
+    def clone(self) -> "_LinkStore":
+        """For who wants a connection of its own: there is the link only."""
+        return self
+
     def set_timeout(self, timeout: timedelta) -> None:
         """The link's own deadline counts."""
 
