@@ -2,11 +2,12 @@
 
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
@@ -20,6 +21,7 @@ from pdkv.engine.masks import GrammarMasks
 from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.queued_step import DeviceQueue, Draws, QueuedStep, tokens_of
+from pdkv.engine.sampling.logit_processors import TokenMasks
 from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.engine.warm_up import WarmUp
@@ -253,7 +255,11 @@ class ModelRunner:
         """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
         batch, sampling = self._batch, self._sampling
         masks = self._masks.fill(drawn, batch)  # a device computes the logits meanwhile
-        tokens = sampling.choose(logits, drawn.slots, batch.token_ids, drawn.num_tokens, masks)
+        logprobs: Mapping[int, TokenLogprob] | None = None
+        if self._queue is None:
+            tokens = sampling.choose(logits, drawn.slots, batch.token_ids, drawn.num_tokens, masks)
+        else:
+            tokens, logprobs = self._read_draws(self._queue, logits, drawn, masks)
         counts = drawn.count_right(tokens, batch)
         kept = drawn.kept(counts)
         if check is not None:
@@ -262,13 +268,25 @@ class ModelRunner:
         batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
         if self._queue is not None:
             self._queue.tokens.forget(drawn.slots)
-        logprobs = sampling.logprobs(logits, drawn.slots, np.where(kept, tokens, -1)) if self._reports else {}
+        if logprobs is None:
+            logprobs = sampling.logprobs(logits, drawn.slots, np.where(kept, tokens, -1)) if self._reports else {}
         requests = batch.requests_in(drawn.slots[drawn.starts])
         sampled, stuck = tokens_of(requests, drawn, tokens, counts, logprobs, sampling.failures)
         digest = zlib.crc32(tokens[kept].data)
         if self._proposer is not None:
             digest = self._propose(self._proposer, inputs.slots[drawn.requests].tolist(), digest)
         return _Computed(sampled, self._prompt_logprobs.take(inputs.slots[drawn.requests]), stuck, digest)
+
+    def _read_draws(
+        self, queue: DeviceQueue, logits: torch.Tensor, drawn: DrawRows, masks: TokenMasks | None
+    ) -> tuple[NDArray[np.int64], Mapping[int, TokenLogprob]]:
+        """What a device draws behind every row of logits, (n,), and by row the logprobs; both in one wait."""
+        sampling = self._sampling
+        tokens = sampling.draw(logits, drawn.slots, self._batch.token_ids, drawn.num_tokens, masks)
+        logprobs = sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
+        chosen, *found = queue.read([], drawn, tokens, logprobs).results.read()
+        chosen[list(sampling.failures)] = -1
+        return chosen, {} if logprobs is None else logprobs.entries(chosen, found)
 
     def _propose(self, proposer: Proposer, slots: list[int], digest: int) -> int:
         """Note what may follow in those slots. Returns the digest with that in it."""

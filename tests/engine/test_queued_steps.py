@@ -275,12 +275,12 @@ def chain_runner(device: torch.device = CPU, **options: Any) -> ModelRunner:
 NUM_STEPS = 6
 
 
-def run_chain(runner: ModelRunner, *, keeps_up: bool) -> list[list[int]]:
+def run_chain(runner: ModelRunner, *, keeps_up: bool, **fields: Any) -> list[list[int]]:
     """What two requests draw, the second of which joins in step 2; and what logprobs say is the first one's likeliest.
 
-    `keeps_up`: each step is read before the next is launched.
+    `keeps_up`: each step is read before the next is launched. `fields`: of the second one's parameters.
     """
-    first, second = new("a", [3, 4], 0), new("b", [9, 5], 4, logprobs=None)
+    first, second = new("a", [3, 4], 0), new("b", [9, 5], 4, logprobs=None, **fields)
     plans = [
         StepPlan(0, [first], [share("a", 0, 2)], []),
         StepPlan(1, [], [share("a", 2, 1)], []),
@@ -318,6 +318,20 @@ def test_a_step_is_one_wait_and_nothing_is_read_before_it(monkeypatch: pytest.Mo
     def scenario(device: RecordedStreams) -> bool:
         with device.compute.on(), torch.inference_mode():
             found = run_chain(chain_runner(), keeps_up=keeps_up)
+        assert num_waits(device) == NUM_STEPS
+        return found == EXPECTED
+
+    check_every_call(scenario)
+
+
+def test_so_it_is_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a request looks at the tokens before: its step is over when it is launched, the next one is not."""
+    use_device_s_operations(monkeypatch)
+    never_drawn = next(token for token in range(VOCAB) if not any(token in drawn for drawn in EXPECTED))
+
+    def scenario(device: RecordedStreams) -> bool:
+        with device.compute.on(), torch.inference_mode():
+            found = run_chain(chain_runner(), keeps_up=False, bad_words_token_ids=((never_drawn,),))
         assert num_waits(device) == NUM_STEPS
         return found == EXPECTED
 
