@@ -61,6 +61,7 @@ class RequestView(msgspec.Struct, frozen=True):
     ticket: bytes | None = None  # handoff: where decode wants the KV
     kv_ready: bool | None = None  # await_peer: what KVReady said; None = nothing yet
     num_local_hit: int = 0  # tokens of the local hit that its blocks begin with, once it has blocks
+    prompt_token_ids: Sequence[int] = ()  # empty where only requests with its salt or adapter may find its KV
 
     @property
     def transfer_key(self) -> TransferKey:

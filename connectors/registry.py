@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "pdkv.connectors"
 
 SHIPPED: Mapping[str, str] = {
+    "lmcache": "pdkv.connectors.store.lmcache:LMCacheConnector",
     "memory": "pdkv.connectors.memory.connector:MemoryConnector",
     "multi": "pdkv.connectors.multi.connector:MultiConnector",
     "nixl": "pdkv.connectors.nixl.connector:NixlConnector",

@@ -218,6 +218,7 @@ class Request:
             ticket=self.ticket,
             kv_ready=self.kv_ready,
             num_local_hit=self.num_local_hit,
+            prompt_token_ids=() if submit.cache_salt or submit.adapter else self.prompt_token_ids,
         )
 
     def sources(self) -> SourceCounts:

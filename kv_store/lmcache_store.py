@@ -33,6 +33,7 @@ LOCATION_ANY = 0
 _REQUEST = struct.Struct("9i150s")  # command, length, format, dtype, location, shape x 4, key
 _ANSWER = struct.Struct("9i")  # code, length, format, dtype, shape x 4, location
 
+MAX_NAME_BYTES = 150
 MAX_VALUE_BYTES = 2**31 - 1  # the length is a signed 32-bit integer
 
 Shape = tuple[int, int, int, int]
@@ -41,24 +42,37 @@ _DELETED: Shape = (0, 0, 0, 1)
 _COMMITTED: Shape = (1, 0, 0, 0)
 
 
+class Kind(NamedTuple):
+    """What a value says that it is."""
+
+    format: int = FORMAT_BINARY
+    dtype: int = DTYPE_UINT8
+    shape: Shape = _NOTHING
+
+
 class Answer(NamedTuple):
     """The header of an answer."""
 
     code: int
     length: int
-    shape: Shape
+    kind: Kind
+
+    @property
+    def shape(self) -> Shape:
+        return self.kind.shape
 
 
-def encode_request(command: int, name: str, length: int = 0, shape: Shape = _NOTHING) -> bytes:
-    """The header of a request."""
-    key = name.encode().ljust(150)
-    return _REQUEST.pack(command, length, FORMAT_BINARY, DTYPE_UINT8, LOCATION_ANY, *shape, key)
+def encode_request(command: int, name: str, length: int = 0, kind: Kind | Shape = _NOTHING) -> bytes:
+    """The header of a request; of a shape alone: of bytes."""
+    form = kind if isinstance(kind, Kind) else Kind(shape=kind)
+    key = name.encode().ljust(MAX_NAME_BYTES)
+    return _REQUEST.pack(command, length, form.format, form.dtype, LOCATION_ANY, *form.shape, key)
 
 
 def decode_answer(data: bytes) -> Answer:
     """The header of an answer."""
-    code, length, _, _, *shape, _ = _ANSWER.unpack(data)
-    return Answer(code, length, (shape[0], shape[1], shape[2], shape[3]))
+    code, length, form, dtype, *shape, _ = _ANSWER.unpack(data)
+    return Answer(code, length, Kind(form, dtype, (shape[0], shape[1], shape[2], shape[3])))
 
 
 def _digest(key: bytes) -> str:
@@ -75,13 +89,38 @@ def marker_name(key: bytes) -> str:
     return f"pdkv-marker@1@0@{_digest(key)}@uint8"
 
 
-class LMCacheStore(ServerStore):
-    """Nothing is ever evicted: the server's memory is the bound."""
+class LMCacheServerStore(ServerStore):
+    """A server, and its answers."""
 
     def __init__(self, host: str, port: int, options: StoreOptions | None = None) -> None:
         """Connects on first use."""
         super().__init__(f"LMCache at {host}:{port}", options)
         self._address = (host, port)
+
+    def connect(self, timeout_s: float) -> Channel:
+        try:
+            sock = socket.create_connection(self._address, timeout_s)
+        except TimeoutError as error:
+            raise StoreTimeout(f"{self.what}: no connection within {timeout_s:g} s") from error
+        except OSError as error:
+            raise StoreUnavailable(f"{self.what}: {error}") from error
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close is a reset
+        return Channel(sock, self.what, quick_ack=True)
+
+    def _read_answer(self, channel: Channel) -> Answer:
+        answer = decode_answer(channel.read_exactly(_ANSWER.size))
+        if answer.code not in (SUCCESS, FAIL) or answer.length < 0:
+            raise StoreUnavailable(f"{self.what}: {answer} is no answer of LMCache")
+        return answer
+
+    def _read_done(self, channel: Channel, _index: int) -> None:
+        if self._read_answer(channel).code != SUCCESS:
+            raise StoreUnavailable(f"{self.what} did not keep a value")
+
+
+class LMCacheStore(LMCacheServerStore):
+    """Nothing is ever evicted: the server's memory is the bound."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._contains(keys, self._deadline())
@@ -135,17 +174,6 @@ class LMCacheStore(ServerStore):
         ]
         self._run(commands, self._read_done, deadline)
 
-    def connect(self, timeout_s: float) -> Channel:
-        try:
-            sock = socket.create_connection(self._address, timeout_s)
-        except TimeoutError as error:
-            raise StoreTimeout(f"{self.what}: no connection within {timeout_s:g} s") from error
-        except OSError as error:
-            raise StoreUnavailable(f"{self.what}: {error}") from error
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close is a reset
-        return Channel(sock, self.what, quick_ack=True)
-
     def _contains(self, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         found = [False] * len(keys)
 
@@ -181,13 +209,3 @@ class LMCacheStore(ServerStore):
 
         commands = [Command([encode_request(GET, value_name(keys[index]))], len(out[index])) for index in indices]
         self._run(commands, receive, deadline)
-
-    def _read_answer(self, channel: Channel) -> Answer:
-        answer = decode_answer(channel.read_exactly(_ANSWER.size))
-        if answer.code not in (SUCCESS, FAIL) or answer.length < 0:
-            raise StoreUnavailable(f"{self.what}: {answer} is no answer of LMCache")
-        return answer
-
-    def _read_done(self, channel: Channel, _index: int) -> None:
-        if self._read_answer(channel).code != SUCCESS:
-            raise StoreUnavailable(f"{self.what} did not keep a value")

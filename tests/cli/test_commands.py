@@ -131,7 +131,7 @@ def test_an_unknown_connector_and_an_unknown_policy_are_refused_before_anything_
 ) -> None:
     flags = ["launch", "--model", str(tiny_model_dir), "--port", "0"]
     assert run(*flags, "--connector", "teleport") == 2
-    assert "unknown connector 'teleport'; known: memory, " in capsys.readouterr().err
+    assert "unknown connector 'teleport'; known: lmcache, memory, " in capsys.readouterr().err
     assert run(*flags, "--connector", "shared_memoy") == 2
     assert "unknown connector 'shared_memoy' (did you mean 'shared_memory'?); known: " in capsys.readouterr().err
     assert run(*flags, "--policy", "astrology") == 2

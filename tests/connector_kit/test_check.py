@@ -173,7 +173,7 @@ def test_the_command_prints_a_line_per_case_and_says_by_its_exit_code_whether_on
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["teleport"], "unknown connector 'teleport'; known: memory"),
+        (["teleport"], "unknown connector 'teleport'; known: lmcache, memory"),
         (["no.such.module:Class"], "cannot be imported"),
         (["memory", "--case", "levitation"], "unknown case 'levitation'; known: content_identity"),
         (["memory", "--connector-config", "mode=loud"], "one of pull, push, store was expected, got 'loud'"),

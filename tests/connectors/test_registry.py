@@ -29,7 +29,7 @@ def test_every_shipped_name_resolves_to_a_connector(name: str) -> None:
 
 def test_an_unknown_name_lists_the_known_ones(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("theirs", DIRECT, "pdkv.connectors"))
-    with pytest.raises(UnknownConnector, match=r"'nope'; known: memory, .*theirs"):
+    with pytest.raises(UnknownConnector, match=r"'nope'; known: lmcache, memory, .*theirs"):
         registry.connector_target("nope")
 
 

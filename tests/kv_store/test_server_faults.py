@@ -289,6 +289,6 @@ def test_our_headers_are_those_of_lmcache() -> None:
         pytest.skip("lmcache is not installed")
     first, answer, numbers = reply.stdout.splitlines()[-3:]
     assert first == f"True 123 True True (123, 0, 0, 0) {ours.value_name(b'key')} {len(request)}"
-    assert ours.decode_answer(bytes.fromhex(answer)) == ours.Answer(ours.SUCCESS, 7, (1, 2, 3, 4))
+    assert ours.decode_answer(bytes.fromhex(answer)) == ours.Answer(ours.SUCCESS, 7, ours.Kind(shape=(1, 2, 3, 4)))
     assert numbers == f"{ours.GET} {ours.EXIST} {ours.FAIL}"
     assert struct.calcsize("9i150s") == len(request)

@@ -1,0 +1,235 @@
+"""The `lmcache` connector: KV in LMCache's own chunks, which engines with LMCache find, and whose chunks it finds.
+
+A chunk is one value: all layers and heads of one worker, without a checksum. Its name has the model's name, and a hash
+of tokens: nothing of the weights, and no salt. So what is loaded is as good as whoever can write to the server.
+"""
+
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import (
+    BlockTables,
+    ConnectorConfig,
+    KVConnectorMetadata,
+    MatchedTokens,
+    RequestView,
+    SchedulerConnector,
+    SchedulerView,
+    TransferKey,
+)
+from pdkv.connectors.store.base import StoreConnector, StoreConnectorOptions
+from pdkv.connectors.store.coding import ValueCoder
+from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
+from pdkv.connectors.store.lmcache_keys import ChunkKeys, HashName
+from pdkv.connectors.store.lookup import KeyLookups
+from pdkv.connectors.store.news import StoreNews
+from pdkv.connectors.store.plan import StoreCut, Value
+from pdkv.connectors.store.scheduler import StoreScheduler
+from pdkv.errors import ConfigError
+from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
+from pdkv.kv_store.lmcache_chunks import DTYPES, ChunkForm, LMCacheChunks
+from pdkv.kv_store.options import StoreOptions
+from pdkv.options import option, seconds
+
+
+class LMCacheOptions(StoreConnectorOptions):
+    """Those of every store connector, and what the engines with LMCache were told."""
+
+    url: str = option(help="LMCache's server: lmcache://host:port", metavar="URL")
+    model_name: str = option(help="the model as those engines were told it, a path as it was written", metavar="NAME")
+    tokens_per_value: int = option(256, "LMCache's chunk_size, a multiple of 16", ge=HASH_BLOCK_SIZE)
+    hash: HashName = option("builtin", "LMCache's pre_caching_hash_algorithm")
+    hash_seed: str = option(
+        "", "PYTHONHASHSEED of those engines, which must have one; empty: they are without vLLM", metavar="TEXT"
+    )
+    connect_timeout_s: float = seconds(2.0, "deadline to connect")
+    operation_timeout_s: float = seconds(10.0, "deadline of one call, whatever the size of its batch")
+
+    @classmethod
+    def parse(cls, texts: Mapping[str, str], *, only: Collection[str] | None = None) -> Self:
+        """Raises ConfigError for what is no LMCache server's URL."""
+        options = super().parse(texts, only=only)
+        options.address()
+        return options
+
+    def open_store(self) -> KVStore:
+        """For a look at whether the server answers: what a chunk is depends on the model."""
+        return self.open_chunks(1, "float32", (2, 1, self.tokens_per_value, 1))
+
+    def open_chunks(self, world_size: int, dtype: str, shape: tuple[int, int, int, int]) -> KVStore:
+        """Raises ConfigError for a name that no key of LMCache can have."""
+        form = ChunkForm(self.model_name, world_size, dtype, shape)
+        timeouts = StoreOptions(connect_timeout_s=self.connect_timeout_s, operation_timeout_s=self.operation_timeout_s)
+        return LMCacheChunks(*self.address(), timeouts, form, trailer_bytes=ENVELOPE_BYTES)
+
+    def address(self) -> tuple[str, int]:
+        """Raises ConfigError for a URL that is none of an LMCache server."""
+        try:
+            parts = urlsplit(self.url)
+            if (
+                parts.scheme == "lmcache"
+                and parts.hostname
+                and parts.port
+                and not (parts.path.strip("/") or parts.query)
+            ):
+                return parts.hostname, parts.port
+        except ValueError:
+            pass
+        raise ConfigError(f"option url: lmcache://host:port was expected, got {self.url!r}")
+
+
+class LMCacheConnector(StoreConnector):
+    """A StoreConnector whose keys, bodies and store are LMCache's."""
+
+    options_type = LMCacheOptions
+    options: LMCacheOptions
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        super().__init__(config, notify)
+        options, layout = self.options, config.layout
+        if options.sign or options.codec != "raw" or options.layer_groups > 1:
+            raise ConfigError("LMCache's chunks have no signature, no codec and all layers: sign, codec, layer_groups")
+        if layout.num_groups > 1 or any(layout.windows):
+            raise ConfigError("LMCache's chunks are of models whose layers all see all tokens")
+        if layout.dtype not in DTYPES:
+            raise ConfigError(f"LMCache's chunks are read in {', '.join(DTYPES)}, not in {layout.dtype}")
+        self.sealer = _Unsealed()
+        codec = ChunkCodec()
+        self.coder = ValueCoder([codec], layout)
+        self.cut = ChunkCut(config, options, codec.identity)
+
+    def open_store(self) -> KVStore:
+        layout, shards = self.config.layout, self.cut.cut.kv_shards
+        width = layout.kv_heads_of_all_ranks // shards * layout.head_size
+        shape = (2, layout.num_layers, self.options.tokens_per_value, width)
+        return self.options.open_chunks(shards, layout.dtype, shape)
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        options = self.options
+        lookups = KeyLookups(
+            self.store,
+            self.cut.suffixes,
+            self.notify,
+            timeout_s=options.lookup_timeout_s,
+            known_for_s=options.known_for_s,
+            probe_interval_s=self.probe_interval_s,
+        )
+        try:
+            keys = ChunkKeys(options.tokens_per_value, options.hash, options.hash_seed)
+        except subprocess.SubprocessError as error:
+            raise ConfigError(f"option hash_seed: Python does not take {options.hash_seed!r}: {error}") from None
+        return _ChunkScheduler(self.config, options, self.cut, lookups, _NoNews(self.store, self.cut), keys)
+
+
+class ChunkCut(StoreCut):
+    """Whole chunks alone: what of a prompt fills none is never stored, and a decode engine computes it."""
+
+    def __init__(self, config: ConnectorConfig, options: LMCacheOptions, form: str) -> None:
+        engines = f"{form} of {options.model_name}, {options.hash} {options.hash_seed}"
+        super().__init__(config, tokens_per_value=options.tokens_per_value, layer_groups=1, codec=engines)
+        workers = {self.cut.suffix(shard, 0): b"@%d" % shard for shard in range(self.cut.kv_shards)}
+        self.suffixes = list(workers.values())
+        self.parts = [[part._replace(suffix=workers[part.suffix]) for part in parts] for parts in self.parts]
+
+    def tails(self, key: TransferKey, num_tokens: int) -> list[Value]:
+        return []
+
+
+class ChunkCodec(Codec):
+    """Images of units to (2, num_layers, num_tokens, num_heads * head_size), LMCache's KV_2LTD, and back."""
+
+    name = "lmcache"
+    lossy = False
+    number = 0
+
+    def max_bytes(self, shape: PartShape) -> int:
+        return shape.num_bytes
+
+    def encode(self, images: Bytes, shape: PartShape) -> Bytes:
+        shape.check(images)
+        units = _numbers(images, shape).reshape(
+            shape.num_units, shape.num_layers, 2, shape.num_heads, HASH_BLOCK_SIZE, shape.head_size
+        )
+        return np.ascontiguousarray(units.transpose(2, 1, 0, 4, 3, 5)).reshape(-1).view(np.uint8)
+
+    def decode(self, coded: Bytes, shape: PartShape, out: Bytes) -> None:
+        shape.check(out)
+        tokens = _numbers(coded, shape).reshape(
+            2, shape.num_layers, shape.num_units, HASH_BLOCK_SIZE, shape.num_heads, shape.head_size
+        )
+        units = _numbers(out, shape).reshape(
+            shape.num_units, shape.num_layers, 2, shape.num_heads, HASH_BLOCK_SIZE, shape.head_size
+        )
+        units[:] = tokens.transpose(2, 1, 0, 4, 3, 5)
+
+    def trim(self, padded: Bytes) -> Bytes:
+        return padded
+
+
+def _numbers(data: Bytes, shape: PartShape) -> "np.ndarray[Any, np.dtype[Any]]":
+    """As integers of their width, which nothing changes in."""
+    return data.view(np.uint32 if shape.dtype == "float32" else np.uint16)
+
+
+class _Unsealed(Sealer):
+    """For values that others have written: nothing is behind them that could be looked at."""
+
+    def seal(self, key: bytes, value: Buffer) -> None:
+        pass
+
+    def check(self, key: bytes, value: Buffer) -> Check:
+        return _Believed(self._hash(b""), value, is_signed=False)
+
+
+class _Believed(Check):
+    def arrived(self, stop: int) -> None:
+        pass
+
+    def is_whole(self) -> bool:
+        return True
+
+
+class _NoNews(StoreNews):
+    """Routers know keys of blocks, not of chunks."""
+
+    def _note(self, values: Iterable[Value], *, is_there: bool) -> None:
+        pass
+
+
+class _ChunkScheduler(StoreScheduler):
+    """A StoreScheduler that is shown chunks' keys in the place of blocks'."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        options: LMCacheOptions,
+        cut: StoreCut,
+        lookups: KeyLookups,
+        news: StoreNews,
+        keys: ChunkKeys,
+    ) -> None:
+        super().__init__(config, options, cut, lookups, news)
+        self._keys = keys
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        return super().get_num_new_matched_tokens(self._shown(request), num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
+    ) -> bytes | None:
+        return super().update_state_after_alloc(self._shown(request), block_tables, num_external_tokens)
+
+    def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
+        confirmed = [msgspec.structs.replace(item, request=self._shown(item.request)) for item in view.confirmed]
+        waiting: Sequence[Sequence[bytes]] = ()  # of blocks: they cannot be looked up
+        return super().build_connector_meta(msgspec.structs.replace(view, confirmed=confirmed, waiting_keys=waiting))
+
+    def _shown(self, request: RequestView) -> RequestView:
+        return msgspec.structs.replace(request, block_keys=self._keys.of(request))

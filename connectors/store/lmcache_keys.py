@@ -1,0 +1,100 @@
+"""Keys of LMCache's chunks: a hash over the tokens of each chunk and the hash before it.
+
+As `lmcache.v1.token_database` computes them: `hash((previous, tokens, ()))` by one of two functions, of which a digest
+counts as its first eight bytes, big-endian. The first `previous` is 0 where LMCache runs without vLLM, and else the
+same function of vLLM's seed, the text of PYTHONHASHSEED. Python's own `hash` of numbers is the same in every process,
+that of the seed depends on it.
+"""
+
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import RequestView, TransferKey
+
+HashName = Literal["builtin", "sha256_cbor"]
+
+_MAX_REQUESTS = 4096  # whose keys are remembered
+_HASH_SEED = "import sys; print(hash(sys.argv[1]))"
+_SEED_TIMEOUT_S = 30.0
+_WORD = struct.Struct(">BH").pack
+_LONG = struct.Struct(">BI").pack
+
+
+class ChunkKeys:
+    """Keys of requests' prompts, in the place of their block keys: a chunk's stands where its last block's does.
+
+    Used by the step thread alone, which hashes a prompt once: 2 us a chunk, 80 us by sha256_cbor.
+    """
+
+    def __init__(self, chunk_size: int, hash_name: HashName, hash_seed: str) -> None:
+        """`hash_seed`: PYTHONHASHSEED of the engines with vLLM; empty: there is no vLLM."""
+        self._size = chunk_size
+        self._hash: Callable[[int, tuple[int, ...]], int] = _builtin if hash_name == "builtin" else _sha256_cbor
+        self._first = first_hash(hash_name, hash_seed) if hash_seed else 0
+        self._of_request: OrderedDict[TransferKey, list[bytes]] = OrderedDict()
+
+    def of(self, request: RequestView) -> list[bytes]:
+        """One per hash block of the prompt's whole chunks; those that end no chunk are empty."""
+        keys = self._of_request.get(request.transfer_key)
+        if keys is None:
+            keys = self._of_request[request.transfer_key] = self.of_tokens(request.prompt_token_ids)
+            if len(self._of_request) > _MAX_REQUESTS:
+                self._of_request.popitem(last=False)
+        return keys
+
+    def of_tokens(self, tokens: Sequence[int]) -> list[bytes]:
+        """Of a prompt."""
+        keys: list[bytes] = []
+        empty = [b""] * (self._size // HASH_BLOCK_SIZE - 1)
+        previous = self._first
+        for start in range(0, len(tokens) - self._size + 1, self._size):
+            previous = self._hash(previous, tuple(tokens[start : start + self._size]))
+            keys += [*empty, f"{previous:x}".encode()]
+        return keys
+
+
+def first_hash(hash_name: HashName, seed: str) -> int:
+    """vLLM's NONE_HASH as LMCache takes it.
+
+    Raises:
+        subprocess.SubprocessError: Python does not take the seed.
+    """
+    if hash_name == "sha256_cbor":
+        return _folded(_cbor_head(3, len(seed.encode())) + seed.encode())
+    command = [sys.executable, "-S", "-c", _HASH_SEED, seed]
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=_SEED_TIMEOUT_S
+    )
+    return int(done.stdout)
+
+
+def _builtin(previous: int, tokens: tuple[int, ...]) -> int:
+    return hash((previous, tokens, ()))
+
+
+def _sha256_cbor(previous: int, tokens: tuple[int, ...]) -> int:
+    """Of the canonical CBOR (RFC 8949, 4.2.1) of [previous, [tokens], []]."""
+    numbers = b"".join([_WORD(25, t) if 0xFF < t <= 0xFFFF else _cbor_head(0, t) for t in tokens])
+    return _folded(b"\x83" + _cbor_head(0, previous) + _cbor_head(4, len(tokens)) + numbers + b"\x80")
+
+
+def _folded(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+
+
+def _cbor_head(major: int, number: int) -> bytes:
+    """A type and an unsigned number below 2**64 in their shortest form."""
+    if number < 24:
+        return bytes([major << 5 | number])
+    if 0xFFFF < number <= 0xFFFFFFFF:
+        return _LONG(major << 5 | 26, number)
+    power = max((number.bit_length() - 1).bit_length() - 3, 0)  # of two: 1, 2, 4 or 8 bytes
+    return bytes([major << 5 | 24 + power]) + number.to_bytes(1 << power, "big")

@@ -1,0 +1,121 @@
+"""LMCache's own chunks of KV in its server, as its engines read and write them: without a marker or a checksum."""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from pdkv.errors import ConfigError, StoreUnavailable
+from pdkv.kv_store.base import Arrived, Buffer
+from pdkv.kv_store.connections import Channel
+from pdkv.kv_store.lmcache_store import (
+    EXIST,
+    GET,
+    MAX_NAME_BYTES,
+    PUT,
+    SUCCESS,
+    Kind,
+    LMCacheServerStore,
+    encode_request,
+)
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.pipeline import Command
+
+FORMAT_KV_2LTD = 1
+_CHUNK = re.compile(rb"-?[0-9a-f]{1,16}")
+DTYPES = {"float16": ("half", 2), "bfloat16": ("bfloat16", 3), "float32": ("float", 4)}
+"""By torch's name: LMCache's in keys, and its number in headers."""
+
+
+class ChunkForm(NamedTuple):
+    """What chunks of one model are."""
+
+    model: str  # as the serving engine was told it
+    world_size: int  # its tensor parallel size
+    dtype: str  # torch's name
+    shape: tuple[int, int, int, int]  # (2, num_layers, chunk_size, num_heads * head_size) of one worker
+
+    def name(self, key: bytes) -> str:
+        """Where the chunk `<hash>@<worker>` lies; other keys have a name, too, at which nothing lies."""
+        chunk, is_chunk, worker = key.rpartition(b"@")
+        if not is_chunk or not _CHUNK.fullmatch(chunk):
+            chunk, worker = hashlib.blake2b(key, digest_size=8).hexdigest().encode(), b"0"
+        return f"{self.model}@{self.world_size}@{worker.decode()}@{chunk.decode()}@{DTYPES[self.dtype][0]}"
+
+
+class LMCacheChunks(LMCacheServerStore):
+    """Chunks that any engine may have written. Bytes are believed; of a header that says anything else it is a miss.
+
+    `delete` leaves everything as it is: what is there is others' as well.
+    """
+
+    def __init__(self, host: str, port: int, options: StoreOptions, form: ChunkForm, *, trailer_bytes: int) -> None:
+        """`trailer_bytes`: behind a chunk in each buffer, which are neither sent nor filled.
+
+        Raises:
+            ConfigError: names would be too long, or could not be told apart.
+        """
+        super().__init__(host, port, options)
+        if "@" in form.model or len(form.name(b"-" + bytes(16) + b"@000").encode()) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"LMCache's keys have {MAX_NAME_BYTES} bytes and no further '@': {form.model!r} is no name"
+            )
+        self._form = form
+        self._kind = Kind(FORMAT_KV_2LTD, DTYPES[form.dtype][1], form.shape)
+        self._trailer_bytes = trailer_bytes
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [False] * len(keys)
+
+        def receive(channel: Channel, index: int) -> None:
+            found[index] = self._read_answer(channel).code == SUCCESS
+
+        commands = [Command([self._request(EXIST, key)]) for key in keys]
+        self._run(commands, receive, self._deadline())
+        return found
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
+        found = [False] * len(keys)
+        try:
+            self._read(keys, out, found, arrived, range(len(keys)))
+        except StoreUnavailable:  # also what a broken chunk looks like: the server ends the connection
+            self.contains(keys[:1])
+            found[:] = [False] * len(keys)
+            for index in range(len(keys)):
+                with contextlib.suppress(StoreUnavailable):
+                    self._read(keys, out, found, arrived, range(index, index + 1))
+        return found
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        present = self.contains([key for key, _ in items])
+        commands = []
+        for (key, value), is_there in zip(items, present, strict=True):
+            if not is_there:
+                chunk = value[: len(value) - self._trailer_bytes]
+                head = self._request(PUT, key, len(chunk), self._kind)
+                commands.append(Command([head, chunk, self._request(EXIST, key)], len(chunk)))
+        self._run(commands, self._read_done, self._deadline())
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def _read(
+        self, keys: Sequence[bytes], out: Sequence[Buffer], found: list[bool], arrived: Arrived, indices: range
+    ) -> None:
+        def receive(channel: Channel, number: int) -> None:
+            index = indices[number]
+            chunk = out[index][: len(out[index]) - self._trailer_bytes]
+            answer = self._read_answer(channel)
+            if answer == (SUCCESS, len(chunk), self._kind):
+                channel.read_into(chunk, partial(arrived, index))
+                found[index] = True
+            else:
+                channel.skip(answer.length)
+
+        commands = [Command([self._request(GET, keys[index])], len(out[index])) for index in indices]
+        self._run(commands, receive, self._deadline())
+
+    def _request(self, command: int, key: bytes, length: int = 0, kind: Kind | None = None) -> bytes:
+        return encode_request(command, self._form.name(key), length, kind or Kind())
