@@ -12,6 +12,9 @@ _FEW_REQUESTS = 6
 _CHUNK = 64
 """Tokens of one request: enough for large tiles of queries."""
 
+_ROWS = (32, 128, 255)
+"""Tokens of steps: for so many rows 4-bit layers have kernels of their own, beside those of the other steps here."""
+
 _GREEDY = SamplingParams(temperature=0.0)
 _EVERYTHING = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
 
@@ -36,7 +39,7 @@ class WarmUp(NamedTuple):
 
     def on_device(self, max_num_tokens: int) -> Iterator[StepPlan]:
         """The largest step, with all that draws can be asked for; and for each shape class of attention one step: few
-        tokens of a request and many, that see little KV and as much as there can be.
+        tokens of a request and many, that see little KV and as much as there can be; and of 4-bit layers.
         """
         count = min(self.max_num_seqs, max_num_tokens)
         each = min(max_num_tokens // count, self.max_model_len)
@@ -46,10 +49,16 @@ class WarmUp(NamedTuple):
                 ([(0, each)] * count, _EVERYTHING),
                 ([(0, min(max_num_tokens, self.max_model_len))], _GREEDY),
                 *(([(max(length - _CHUNK, 0), min(length, _CHUNK))], _GREEDY) for length in lengths),
+                *((self._prompts(rows), _GREEDY) for rows in sorted({min(rows, count * each) for rows in _ROWS})),
                 *(([(length - 1, 1)], _EVERYTHING) for length in lengths),
                 *(([(max(length - 2, 0), min(length, 2))] * min(2, count), _EVERYTHING) for length in lengths),
             ]
         )
+
+    def _prompts(self, num_tokens: int) -> _Shares:
+        """So many tokens in as few requests as can be, or fewer where there are none for more."""
+        whole, rest = divmod(num_tokens, self.max_model_len)
+        return [*[(0, self.max_model_len)] * whole, *[(0, rest)] * (rest > 0)][: self.max_num_seqs]
 
     def _plans(self, steps: Sequence[tuple[_Shares, SamplingParams]]) -> Iterator[StepPlan]:
         """Each step has requests of its own, which end with the next one."""

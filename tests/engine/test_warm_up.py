@@ -1,0 +1,33 @@
+"""The steps before an engine is ready: which kernels of 4-bit layers they compile."""
+
+import pytest
+import torch
+
+from pdkv.engine.warm_up import WarmUp
+from pdkv.kernels.int4_weight import CHUNK, PLANE, Int4Weight
+from pdkv.kernels.linear_int4_triton import _Tiles
+
+
+def weight_of(outputs: int, inputs: int) -> Int4Weight:
+    words = torch.empty(-(-inputs // CHUNK), outputs, PLANE, dtype=torch.int32, device="meta")
+    return Int4Weight(words, torch.empty(-(-inputs // 128), outputs, device="meta"), None, 128, inputs)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 14_336), (28_672, 4096), (512, 1024), (1024, 2048)]
+)
+@pytest.mark.parametrize("max_model_len", [100, 4096])
+def test_every_kernel_of_a_4_bit_layer_is_compiled_before_an_engine_is_ready(
+    outputs: int, inputs: int, max_model_len: int
+) -> None:
+    """One for each tile of rows, and for inputs that are divided among programs and that are not."""
+    weight = weight_of(outputs, inputs)
+
+    def kernel(rows: int) -> tuple[int, bool]:
+        tiles = _Tiles.of(rows, weight, 132)
+        return tiles.rows, tiles.parts > 1
+
+    limits = WarmUp(max_num_seqs=64, max_model_len=max_model_len, num_groups=1, num_blocks=1, block_size=16)
+    steps = [sum(each.num_scheduled for each in plan.scheduled) for plan in limits.on_device(2048)]
+    assert max(steps) <= 2048
+    assert {kernel(rows) for rows in range(1, 256)} <= {kernel(rows) for rows in steps if 0 < rows < 256}
