@@ -103,6 +103,7 @@ class Bench:
             yield self.torch_attention(new, num_tokens)
             yield self.attention([(new, num_tokens)], _prefill(new, num_tokens), "TFLOP/s")
         yield self.write()
+        yield from self.passes()
         yield from self.block_copies()
         for rows in self.sizes.linear_rows:
             yield self.linear_int4(rows)
@@ -193,6 +194,16 @@ class Bench:
         rate = 2 * (k.nbytes + v.nbytes) / seconds / 1e9
         return Result("write_kv", f"{s.write_tokens} tokens", seconds * 1e3, rate, "GB/s", _difference(pool, expected))
 
+    def passes(self) -> Iterator[Result]:
+        """What is computed of each row by itself."""
+        from benchmarks.gpu.passes import make_passes
+
+        s = self.sizes
+        for case in make_passes(s.write_tokens, s.heads, s.kv_heads, s.head_size, self.dtype, self.device):
+            error = _difference(case.call(), case.expected)
+            seconds = self.seconds(case.call)
+            yield Result(case.name, case.shape, seconds * 1e3, case.num_bytes / seconds / 1e9, "GB/s", error)
+
     def block_copies(self) -> Iterator[Result]:
         """Random blocks to and from a transfer buffer: all layers, one layer, and half of the heads."""
         s = self.sizes
@@ -281,7 +292,8 @@ class Bench:
 
 
 _YARDSTICKS = {"gather_blocks": 0.9, "scatter_blocks": 0.9, "write_kv": 0.8}
-"""Kernels that copy: the least share of the device's own copy."""
+_YARDSTICKS |= {"rms_norm": 0.8, "silu_mul": 0.8, "pass_heads": 0.8}
+"""Kernels that copy, or compute little: the least share of the device's own copy."""
 
 _LINEARS = {
     ("linear_int4", "GB/s"): ("copy", 0.6),
