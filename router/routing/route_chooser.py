@@ -119,10 +119,11 @@ class RouteChooser:
         cached = self._index.match(keys)
         own = max(cached.pop(borrower, 0), self._tiers.match_one(borrower, keys))
         most = (len(request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE  # a token is computed
-        found = [(min(num, most), name) for name, num in cached.items() if self._fleet.can_lend(name, borrower, now)]
-        num_tokens, lender = max(found, default=(0, ""))
-        if num_tokens <= own:
+        found = sorted(((min(num, most), name) for name, num in cached.items() if min(num, most) > own), reverse=True)
+        best = next((each for each in found if self._fleet.can_lend(each[1], borrower, now)), None)
+        if best is None:
             return None
+        num_tokens, lender = best
         layout = card.layout
         num_bytes = (num_tokens - own) * layout.token_bytes * layout.kv_heads_of_all_ranks // layout.num_kv_heads
         costs = self._fleet.speeds.costs(borrower, num_tokens - own, num_bytes)

@@ -4,6 +4,7 @@ The stand-in's tokens depend on the KV in the blocks, so a wrong byte is a wrong
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -21,6 +22,7 @@ from pdkv.wire.messages import (
     EngineToRouter,
     Failed,
     HandedOff,
+    KVGroup,
     KVHandoff,
     KVReady,
     KVTicket,
@@ -42,19 +44,32 @@ NAMES = (f"lending-{i}" for i in count())
 class Turns:
     """An engine that has run the first turn, and one that gets the second and has nothing of it."""
 
-    def __init__(self, mode: str, num_blocks: int = 16, limits: SchedulerLimits | None = None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        num_blocks: int = 16,
+        limits: SchedulerLimits | None = None,
+        groups: tuple[KVGroup, ...] = (),
+    ) -> None:
         self.now = 1.0
         self.name = next(NAMES)
         self.fabric = MemoryFabric(manual=True, clock=lambda: self.now)
         MemoryFabric.bind(self.name, self.fabric)
         handoff = HandoffConfig(connector="memory", kv_load_timeout_s=5.0, lease_timeout_s=20.0)
-        options = {"fabric": self.name, "mode": mode}
-        self.lender = make_core(name="d", options=options, handoff=handoff, num_blocks=num_blocks, limits=limits)
-        self.borrower = make_core(name="p", options=options, handoff=handoff, num_blocks=num_blocks)
+        make = partial(
+            make_core,
+            options={"fabric": self.name, "mode": mode},
+            handoff=handoff,
+            num_blocks=num_blocks,
+            groups=groups,
+            max_model_len=60 if groups else None,
+        )
+        self.lender, self.borrower = make(name="d", limits=limits), make(name="p")
         for core in (self.lender, self.borrower):
             core.handle("r", Peers([self.lender.card, self.borrower.card]), 0.0)
         self.lender.handle("r", submit(FIRST, request_id="first", max_tokens=10), 0.0)
-        assert output_of(self.run_lender(), "first") == ANSWER
+        assert groups or output_of(self.run_lender(), "first") == ANSWER
+        self.run_lender()
 
     def run_lender(self) -> list[EngineToRouter]:
         return run(self.lender, self.now)
@@ -69,15 +84,15 @@ class Turns:
         asked = submit(prompt, request_id=lent_id("a"), until="cached", kv="handoff", **fields)
         return msgspec.structs.replace(asked, transfer_id=lent_id("t-a"))
 
-    def lend(self) -> KVHandoff:
+    def lend(self, prompt: list[int] = SECOND) -> KVHandoff:
         """What it hands off of the second turn."""
-        (handed,) = of_type(self.ask(), HandedOff)
+        (handed,) = of_type(self.ask(prompt), HandedOff)
         assert isinstance(handed, HandedOff)
         return handed.handoff
 
-    def borrow(self, handoff: KVHandoff, **fields: object) -> list[EngineToRouter]:
+    def borrow(self, handoff: KVHandoff, prompt: list[int] = SECOND, **fields: object) -> list[EngineToRouter]:
         """The second turn comes to the borrower; the router passes its ticket on."""
-        asked: Submit = submit(SECOND, until="first_token", kv="handoff", handoff=handoff, **fields)
+        asked: Submit = submit(prompt, until="first_token", kv="handoff", handoff=handoff, **fields)
         self.borrower.handle("r", asked, self.now)
         said = run(self.borrower, self.now)
         for message in said:
@@ -227,3 +242,20 @@ def test_a_hand_off_must_be_one_that_was_lent_to_this_request(make_turns: Callab
     (failed,) = of_type(turns.borrow(foreign), Failed)
     assert isinstance(failed, Failed)
     assert failed.param == "handoff"
+
+
+@pytest.mark.parametrize(
+    "groups", [(KVGroup((0,)), KVGroup((1,), 6)), (KVGroup((0, 1), 6),)], ids=["full+window", "window"]
+)
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_of_layers_with_a_window_what_the_next_token_sees_is_lent(
+    make_turns: Callable[..., Turns], mode: str, groups: tuple[KVGroup, ...]
+) -> None:
+    windows = [next(group.window for group in groups if layer in group.layers) for layer in range(2)]
+    turns = make_turns(mode, num_blocks=40, groups=groups)
+    second = [*FIRST, *expected_tokens(FIRST, 10, windows), *range(120, 125)]
+    said = turns.borrow(turns.lend(second), second) + turns.finish()
+    assert output_of(said, "a") == expected_tokens(second, 1, windows)
+    (handed,) = of_type(said, HandedOff)
+    assert isinstance(handed, HandedOff)
+    assert handed.sources == SourceCounts(computed=len(second) - NUM_LENT, store=NUM_LENT)
