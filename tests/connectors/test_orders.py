@@ -5,7 +5,7 @@ test_step_done.py shows; in a load it is missed, as here.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -22,6 +22,8 @@ from store_rig import view as store_view
 
 from pdkv.connectors.peer.source_digests import DigestOrder, SourceDigests
 from pdkv.connectors.step_done import StepDone, make_step_done
+from pdkv.connectors.store.pieces import Slot
+from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.transfer.digest import PoolDigests
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.kernels import streams
@@ -74,6 +76,35 @@ def test_a_store_is_given_what_the_step_has_computed() -> None:
                 return torch.equal(reader.tokens(blocks, 128), kv)
 
     check_every_call(save, but=BESIDE)
+
+
+def test_a_stores_checksums_are_of_what_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When they are made, the copies have come: never before their event."""
+    kv, blocks, seen = random_kv(128), scattered(128, 16), list[bytes]()
+    put = SealedValues.put
+
+    def sees(values: SealedValues, slots: Sequence[Slot]) -> None:
+        seen.extend(slot.body.tobytes() for slot in slots)
+        put(values, slots)
+
+    monkeypatch.setattr(SealedValues, "put", sees)
+
+    def save(recorded: RecordedStreams | None) -> list[bytes]:
+        seen.clear()
+        with engines() as (_, make):
+            source = make("p")
+            if recorded is None:
+                source.fill(blocks, kv)
+            else:
+                with recorded.compute.on():
+                    source.fill(blocks, kv)
+                source.earlier_steps = queued_step(recorded)
+            source.save(store_view("t", num_tokens=129), blocks, 128)
+        return list(seen)
+
+    expected = save(None)
+    assert expected
+    check_every_call(lambda recorded: save(recorded) == expected, but=BESIDE)
 
 
 @needs_nixl

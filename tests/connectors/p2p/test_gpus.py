@@ -211,11 +211,11 @@ def test_a_group_whose_other_end_does_not_come_is_a_timeout(monkeypatch: pytest.
     recorded = use_recorded(monkeypatch)
     use_gpus(monkeypatch)
     monkeypatch.setattr(nccl, "make_nccl", make_late)
-    with pair(timeout_s="0.2") as (prefill, decode):
+    with pair(timeout_s="1.0") as (prefill, decode):
         begin(prefill, decode)
         assert prefill.outcome("sending", ("t/1", 1)).code == "transfer_timeout"
         go_on.set()
-        wait_until_true(lambda: len(made) == 2 and all(group.is_aborted for group in made), "both are ended")
+        wait_until_true(lambda: bool(made) and all(group.is_aborted for group in made), "what is made late is ended")
 
 
 class _Store:
