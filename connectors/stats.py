@@ -6,7 +6,7 @@ from typing import Literal
 from pdkv.connectors.base import Stats, TransferOutcome
 from pdkv.errors import KVCorrupted, TransferCancelled, TransferTimeout
 from pdkv.kv_store.base import TierCounts
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.messages import ConnectorStats, TierHeld
 
 
 def sum_stats(stats: Iterable[Stats]) -> dict[str, ConnectorStats]:
@@ -25,7 +25,10 @@ def stats_under(name: str, stats: Stats) -> dict[str, ConnectorStats]:
 
 def stats_of_tiers(tiers: Mapping[str, TierCounts]) -> dict[str, ConnectorStats]:
     """What a store says of its tiers."""
-    return {name: ConnectorStats(tier_hits=tier.hits, tier_failures=tier.failures) for name, tier in tiers.items()}
+    return {
+        name: ConnectorStats(tier_hits=tier.hits, tier_failures=tier.failures, held=TierHeld(*tier.held))
+        for name, tier in tiers.items()
+    }
 
 
 def stats_of_transfer(direction: Literal["send", "receive"], outcome: TransferOutcome) -> ConnectorStats:

@@ -14,11 +14,21 @@ PART_BYTES = 256 << 10
 """What has just been written is still in a core's cache: who wants to look at it hears of it in parts of this size."""
 
 
+class Held(NamedTuple):
+    """What this process has in a store now; zeros where the store does not know."""
+
+    values: int = 0
+    num_bytes: int = 0  # of memory or disk that they take
+    capacity: int = 0  # bytes that they may take
+    evicted: int = 0  # values that have made room for others since the start
+
+
 class TierCounts(NamedTuple):
-    """What happened in one of the stores that a store consists of, since the start."""
+    """What happened in one of the stores that a store consists of, since the start, and what it holds."""
 
     hits: int  # values that were read from it
     failures: int  # calls that failed, and those that it was spared after a failure
+    held: Held = Held()
 
 
 class KVStore(ABC):
@@ -77,8 +87,12 @@ class KVStore(ABC):
         """Values since the start that the store itself found damaged, and called misses. Does not block."""
         return 0
 
+    def count_held(self) -> Held:
+        """What this process has in it. Does not block."""
+        return Held()
+
     def count_tiers(self) -> Mapping[str, TierCounts]:
-        """By name, where the store consists of several. Does not block."""
+        """By name, such as "0-host", where the store consists of several or knows what it holds. Does not block."""
         return {}
 
     @abstractmethod

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +24,7 @@ import msgspec
 from pdkv.errors import ConfigError, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
-from pdkv.kv_store.base import Arrived, Buffer, TellingStore
+from pdkv.kv_store.base import Arrived, Buffer, Held, TellingStore, TierCounts
 from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
@@ -89,6 +89,7 @@ class HostStore(TellingStore):
         self._where = f"host memory {self._directory.path}"
         self._lock = threading.Lock()
         self._num_calls = 0
+        self._num_hits = 0
         self._closed = False
         self._others: dict[str, Segment] = {}
         self._refused: set[str] = set()
@@ -109,10 +110,13 @@ class HostStore(TellingStore):
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         with self._call():
-            return [
+            found = [
                 self._read(key_of(key), buffer, partial(arrived, index))
                 for index, (key, buffer) in enumerate(zip(keys, out, strict=True))
             ]
+        with self._lock:
+            self._num_hits += sum(found)
+        return found
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         with self._call():
@@ -129,6 +133,13 @@ class HostStore(TellingStore):
                     self.own.remove(number)
                 while (elsewhere := self._find_elsewhere(number)) is not None:
                     self._shun(elsewhere[0], elsewhere[2])
+
+    def count_held(self) -> Held:
+        own = self.own
+        return own.count() if own is not None else Held()
+
+    def count_tiers(self) -> Mapping[str, TierCounts]:
+        return {"0-host": TierCounts(self._num_hits, 0, self.count_held())}
 
     def close(self) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pdkv.errors import StoreFull
 from pdkv.host.fence import fence
-from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.base import Buffer, Held
 from pdkv.kv_store.host_segment import PAGE_BYTES, Found, Key, Segment, check_of, num_pages_for
 
 
@@ -38,6 +38,11 @@ class SegmentWriter:
 
     def __contains__(self, key: Key) -> bool:
         return key in self._held
+
+    def count(self) -> Held:
+        """What it holds."""
+        num_pages = self.segment.num_pages
+        return Held(len(self._held), (num_pages - self.num_free_pages) * PAGE_BYTES, self._num_bytes, self.num_evicted)
 
     @property
     def num_free_pages(self) -> int:

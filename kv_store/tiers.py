@@ -94,7 +94,7 @@ class TieredStore(TellingStore):
         with self._lock:
             return {
                 f"{place}-{type(tier.store).__name__.removesuffix('Store').lower()}": TierCounts(
-                    tier.num_hits, tier.failures.total()
+                    tier.num_hits, tier.failures.total(), tier.store.count_held()
                 )
                 for place, tier in enumerate(self.tiers)
             }

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from pdkv.errors import InvalidRequest
 from pdkv.limits import MAX_WAIT_S, clip
+from pdkv.router.engines.cache_view import describe_caches
 from pdkv.router.engines.operations import Operations, Until
 from pdkv.router.http.access_log import CLIENT_GONE
 from pdkv.router.http.request_state import request_route
@@ -63,6 +64,7 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route
                                      move=true: what it has after that time goes on elsewhere
     POST /admin/engines/NAME/resume  it gets requests again
     POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
+    GET  /admin/cache                what pools and tiers of KV hold and gave (engines/cache_view.py)
     GET  /admin/requests/ID          what is known of the requests of that id (request_state.py)
 
     Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true.
@@ -70,6 +72,9 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route
 
     async def list_engines(request: Request) -> Response:
         return json_response(dispatcher.topology())
+
+    async def show_cache(request: Request) -> Response:
+        return json_response(describe_caches(dispatcher.engines()))
 
     async def get_engine(request: Request) -> Response:
         name, until = request.path_params["name"], request.query_params.get("until")
@@ -100,6 +105,7 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route
     path = "/admin/engines/{name}"
     return [
         Route("/admin/engines", list_engines),
+        Route("/admin/cache", show_cache),
         Route(path, _checked(get_engine), methods=["GET"]),
         Route(path + "/drain", _checked(drain), methods=["POST"]),
         Route(path + "/resume", _checked(resume), methods=["POST"]),

@@ -133,6 +133,24 @@ def _reported(loads: list[tuple[EngineSnapshot, LoadReport]]) -> Iterator[Metric
             for connector, stats in load.connectors.items():
                 counter.add_metric([engine.name, engine.role, connector], getattr(stats, field))
         yield counter
+    yield from _held(loads)
+
+
+def _held(loads: list[tuple[EngineSnapshot, LoadReport]]) -> Iterator[Metric]:
+    """What engines have in tiers that know it."""
+    labels = ["engine", "role", "connector"]
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+        "values": GaugeMetricFamily("pdkv_tier_values", "Values in a tier, by who wrote them.", labels=labels),
+        "num_bytes": GaugeMetricFamily("pdkv_tier_bytes", "Memory that they take.", labels=labels),
+        "capacity": GaugeMetricFamily("pdkv_tier_capacity_bytes", "Memory that they may take.", labels=labels),
+        "evicted": CounterMetricFamily("pdkv_tier_evictions", "Values that made room for others.", labels=labels),
+    }
+    for engine, load in loads:
+        for connector, stats in load.connectors.items():
+            if stats.held is not None and stats.held.capacity:
+                for field, family in families.items():
+                    family.add_metric([engine.name, engine.role, connector], getattr(stats.held, field))
+    yield from families.values()
 
 
 def _tiers(tiers: TierIndex) -> Iterator[Metric]:

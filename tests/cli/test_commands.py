@@ -35,7 +35,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"pdkv {__version__}\n"
 
 
-COMMANDS = ["launch", "engines", "drain", "resume", "role", "scale", "restart", "generate", "connector"]
+COMMANDS = ["launch", "engines", "cache", "drain", "resume", "role", "scale", "restart", "generate", "connector"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["connector", "list"]])
@@ -50,7 +50,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ([], "COMMAND"),
         (
             ["serve"],
-            "unknown command 'serve'; known: launch, engine, engines, drain, resume, role, scale, restart, gene",
+            "unknown command 'serve'; known: launch, engine, engines, cache, drain, resume, role, scale, restart, gene",
         ),
         (["scale"], "say how many: --prefill N, --decode M, or both"),
         (["scale", "--decode", "0"], "--decode must be at least 1, got 0: to have none, stop the launch"),

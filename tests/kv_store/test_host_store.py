@@ -112,6 +112,17 @@ def test_the_least_recently_used_go_first_and_the_end_of_a_batch_before_its_begi
     assert own(store).num_evicted == 1
 
 
+def test_what_it_holds_and_gave_is_counted(open_: Open) -> None:
+    store, other = open_(), open_()
+    room = own(store).segment.num_pages // 3
+    put(store, *range(room + 2))
+    assert has(other, 0, room + 1) == [True, False]
+    assert store.count_tiers() == {"0-host": (0, 0, (room, room * 3 * PAGE_BYTES, CAPACITY, 2))}
+    assert other.count_tiers() == {"0-host": (1, 0, (0, 0, CAPACITY, 0))}
+    store.delete([key(0)])
+    assert store.count_held().values == room - 1
+
+
 def test_what_is_larger_than_a_segment_does_not_fit_and_takes_nothing(open_: Open) -> None:
     store = open_()
     put(store, 1)

@@ -94,7 +94,8 @@ class Router(RouterAdmin):
     async def _call(
         self, method: str, path: str, body: object = None, *, wait_s: float | None = None
     ) -> dict[str, Any]:
-        name, verb = [*path.partition("?")[0].split("/"), method][1:3]
+        path = path.partition("?")[0].removeprefix("/admin/engines")
+        name, verb = [*path.split("/"), method][1:3]
         self.calls.append(f"{verb} {name}")
         if f"{verb} {name}" in self.refused:
             raise Refused(f"{verb} {name}: no")

@@ -12,7 +12,15 @@ from pdkv.router.generations.dispatch import Counters, EngineSnapshot
 from pdkv.router.generations.request import Delta, GenerateRequest
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import BlockCounts, ConnectorStats, LoadReport, PromptLogprobs, SourceCounts, TokenLogprob
+from pdkv.wire.messages import (
+    BlockCounts,
+    ConnectorStats,
+    LoadReport,
+    PromptLogprobs,
+    SourceCounts,
+    TierHeld,
+    TokenLogprob,
+)
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
 
@@ -173,7 +181,8 @@ class FakeDispatcher:
             partial_loads=9,
             connectors={
                 "multi/0-p2p": ConnectorStats(saves=11, loads=12, saved_bytes=13, timeouts=14, fallbacks=15),
-                "multi/1-store/0-redis": ConnectorStats(tier_hits=16, tier_failures=17),
+                "multi/1-store/0-redis": ConnectorStats(tier_hits=16, tier_failures=17, held=TierHeld()),
+                "multi/1-store/0-host": ConnectorStats(tier_hits=22, held=TierHeld(18, 19 << 20, 20 << 20, 21)),
             },
         )
         return [

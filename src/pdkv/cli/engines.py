@@ -1,4 +1,4 @@
-"""`pd engines`, `pd drain`, `pd resume`, `pd role`: the engines of a running launch, as its router sees them."""
+"""`pd engines`, `pd cache`, `pd drain`, `pd resume`, `pd role`: a running launch's engines, as its router sees them."""
 
 import argparse
 import asyncio
@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdkv.cli.running import add_run_flag, check_seconds, find_run
+from pdkv.host.memory_limits import format_bytes
 
 if TYPE_CHECKING:
     from pdkv.launch.router_admin import RouterAdmin
@@ -14,8 +15,9 @@ ROLES = ("prefill", "decode", "any")
 
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the four to the `pd` parser."""
+    """Add the five to the `pd` parser."""
     _add(commands, "engines", "list the engines of a running launch", run_engines, names=False)
+    _add(commands, "cache", "show what pools and tiers of KV hold, and what they gave", run_cache, names=False)
     drain = _add(
         commands, "drain", "give an engine no new requests, and wait until it has none", run_drain,
         "Exit code 1: it still has some. `pd resume` undoes it. The last engine of a role is refused.",
@@ -56,6 +58,27 @@ def run_engines(arguments: argparse.Namespace) -> int:
     rows += [(e["name"], e["role"], _state(e), str(e["pid"] or "-"), str(e["requests"])) for e in engines]
     _print(rows)
     return 0
+
+
+def run_cache(arguments: argparse.Namespace) -> int:
+    """Run `pd cache`: a line per engine's pool, and one per tier below it."""
+    rows = [("ENGINE", "TIER", "HOLDS", "OF", "HITS", "EVICTIONS", "FAILURES")]
+    for engine in _ask(arguments, lambda router: router.caches()):
+        blocks, tokens = engine["blocks"], engine["prompt_tokens"]
+        num_used = blocks["total"] - blocks["free"]
+        rows.append((engine["name"], "pool", f"{num_used} blocks", str(blocks["total"]),
+                     f"{tokens['local_hit']} tokens", "-", "-"))  # fmt: skip
+        rows += [(engine["name"], *_tier_cells(tier)) for tier in engine["tiers"]]
+    _print(rows)
+    return 0
+
+
+def _tier_cells(tier: dict[str, Any]) -> tuple[str, str, str, str, str, str]:
+    holds, capacity, evictions = "-", "-", "-"
+    if "capacity" in tier:
+        holds, capacity = f"{tier['values']} values, {format_bytes(tier['bytes'])}", format_bytes(tier["capacity"])
+        evictions = str(tier["evictions"])
+    return tier["tier"], holds, capacity, f"{tier['hits']} values", evictions, str(tier["failures"])
 
 
 def run_drain(arguments: argparse.Namespace) -> int:

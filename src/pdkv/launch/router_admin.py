@@ -17,6 +17,7 @@ from pdkv.wire.decoding import decode_total
 PATIENCE_S = 30.0
 """How long a router that does not answer is asked again: one that was killed is back within a second or two."""
 
+_ENGINES = "/admin/engines"
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
 _MAX_ANSWER_BYTES = 16 << 20
 _decoder = msgspec.json.Decoder(dict[str, Any])
@@ -37,7 +38,12 @@ class RouterAdmin:
 
     async def engines(self) -> list[dict[str, Any]]:
         """All engines, as in `/topology`."""
-        answer = await self._call("GET", "")
+        answer = await self._call("GET", _ENGINES)
+        return list(answer["engines"])
+
+    async def caches(self) -> list[dict[str, Any]]:
+        """What the pool and the tiers of each engine hold and gave."""
+        answer = await self._call("GET", "/admin/cache")
         return list(answer["engines"])
 
     async def drain(self, name: str, wait_s: float, *, move: bool = False) -> dict[str, Any]:
@@ -45,31 +51,31 @@ class RouterAdmin:
 
         `move`: what it still has then goes on elsewhere.
         """
-        path = f"/{_quote(name)}/drain?move={'true' if move else 'false'}"
+        path = f"{_of(name)}/drain?move={'true' if move else 'false'}"
         return await self._call("POST", path, wait_s=wait_s)
 
     async def resume(self, name: str) -> dict[str, Any]:
         """Give an engine requests again."""
-        return await self._call("POST", f"/{_quote(name)}/resume")
+        return await self._call("POST", f"{_of(name)}/resume")
 
     async def set_role(self, name: str, role: str) -> dict[str, Any]:
         """Give an engine another role."""
-        return await self._call("POST", f"/{_quote(name)}/role", {"role": role})
+        return await self._call("POST", f"{_of(name)}/role", {"role": role})
 
     async def wait_ready(self, name: str, pid: int | None, wait_s: float) -> dict[str, Any]:
         """The engine once its incarnation `pid` is ready, or after `wait_s`."""
         which = f"&pid={pid}" if pid is not None else ""
-        return await self._call("GET", f"/{_quote(name)}?until=ready{which}", wait_s=wait_s)
+        return await self._call("GET", f"{_of(name)}?until=ready{which}", wait_s=wait_s)
 
     async def add(self, address: EngineAddress) -> None:
         """Make one more engine known."""
         refusal = str(address.refusal) if address.refusal is not None else None
         body = {"role": address.role, "endpoint": address.endpoint, "refusal": refusal}
-        await self._call("PUT", f"/{_quote(address.name)}", body)
+        await self._call("PUT", _of(address.name), body)
 
     async def remove(self, name: str) -> None:
         """Forget an engine; requests that it still has end or go elsewhere."""
-        await self._call("DELETE", f"/{_quote(name)}?force=true")
+        await self._call("DELETE", f"{_of(name)}?force=true")
 
     async def _call(
         self, method: str, path: str, body: object = None, *, wait_s: float | None = None
@@ -102,7 +108,7 @@ class RouterAdmin:
         reader, writer = await asyncio.open_unix_connection(str(self._path), limit=_MAX_ANSWER_BYTES)
         try:
             data = json.dumps(body).encode() if body is not None else b""
-            head = f"{method} /admin/engines{path} HTTP/1.1\r\nhost: router\r\nconnection: close\r\n"
+            head = f"{method} {path} HTTP/1.1\r\nhost: router\r\nconnection: close\r\n"
             writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
             status, size = _parse_head(await reader.readuntil(b"\r\n\r\n"))
             return status, await reader.readexactly(size)
@@ -136,5 +142,6 @@ def _checked(status: int, data: bytes) -> dict[str, Any]:
     return answer
 
 
-def _quote(name: str) -> str:
-    return urllib.parse.quote(name, safe="")
+def _of(name: str) -> str:
+    """The path of an engine."""
+    return f"{_ENGINES}/{urllib.parse.quote(name, safe='')}"

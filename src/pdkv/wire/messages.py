@@ -510,6 +510,18 @@ class BlockCounts(msgspec.Struct, frozen=True):
     quarantined: Count
 
 
+class TierHeld(msgspec.Struct, frozen=True):
+    """What an engine has in a tier of a store now, summed over its ranks; zeros where the tier does not know."""
+
+    values: Count = 0
+    num_bytes: Count = 0
+    capacity: Count = 0  # bytes
+    evicted: Count = 0  # values that have made room for others since the start
+
+    def __add__(self, other: "TierHeld") -> "TierHeld":
+        return TierHeld(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+
+
 class ConnectorStats(msgspec.Struct, frozen=True):
     """What a connector, or one part of it, has done since it was made; summed over an engine's ranks.
 
@@ -530,14 +542,16 @@ class ConnectorStats(msgspec.Struct, frozen=True):
     damaged_values: Count = 0  # that were not what had been saved
     corrupted_transfers: Count = 0  # failed: what arrived was not what the peer had
     paths: Annotated[dict[Id, Id], Meta(max_length=MAX_CARDS)] = {}  # by which KV of these peers is read
+    held: TierHeld | None = None  # of a tier; None: it is none
 
     def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
-        names = [name for name in self.__struct_fields__ if name != "paths"]
+        names = [name for name in self.__struct_fields__ if name not in ("paths", "held")]
         total = ConnectorStats(*(getattr(self, name) + getattr(other, name) for name in names))
         paths = dict(self.paths)
         for peer, path in other.paths.items():  # ranks may differ
             paths[peer] = "+".join(sorted({*paths.get(peer, path).split("+"), *path.split("+")}))
-        return msgspec.structs.replace(total, paths=paths)
+        held = self.held + other.held if self.held and other.held else self.held or other.held
+        return msgspec.structs.replace(total, paths=paths, held=held)
 
 
 class LoadReport(Message, frozen=True):

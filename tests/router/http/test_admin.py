@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 from asgi_client import Exchange, call
+from asgi_client import run as run_alone
 from dispatch_rig import System, run
+from fake_dispatcher import FakeDispatcher
 from small_app import make_app
+from starlette.applications import Starlette
 
 from pdkv.config import AccessConfig
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.operations import Operations
 from pdkv.router.http import admin
-from pdkv.router.http.admin import create_admin_app
+from pdkv.router.http.admin import admin_routes, create_admin_app
 
 
 def never(name: str, endpoint: str) -> Backend:
@@ -52,6 +55,22 @@ def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> No
         await asyncio.sleep(0)
 
     run(System(1, 2), body)
+
+
+def test_what_pools_and_tiers_hold() -> None:
+    dispatcher: Any = FakeDispatcher()
+    app = Starlette(routes=admin_routes(dispatcher, Operations(dispatcher, never)))
+    (engine,) = run_alone(call(app, "GET", "/admin/cache")).json()["engines"]
+    assert (engine["name"], engine["role"]) == ("decode-1", "decode")
+    assert (engine["blocks"]["total"], engine["blocks"]["free"], engine["blocks"]["cached"]) == (10, 4, 3)
+    assert (engine["prompt_tokens"]["computed"], engine["prompt_tokens"]["local_hit"]) == (5, 7)
+    assert engine["tiers"] == [
+        {
+            "tier": "multi/1-store/0-host", "hits": 22, "failures": 0,
+            "values": 18, "bytes": 19 << 20, "capacity": 20 << 20, "evictions": 21,
+        },
+        {"tier": "multi/1-store/0-redis", "hits": 16, "failures": 17},
+    ]  # fmt: skip
 
 
 def ask_launchers(exchange: Exchange) -> None:

@@ -214,7 +214,9 @@ def test_connectors_by_their_names_and_parts() -> None:
     samples = run(scrape(make_app(FakeDispatcher())))
     counts = {key[0]: value for key, value in samples.items() if key[1:] == ("multi/0-p2p", "decode-1", "decode")}
     assert counts == {
-        f"pdkv_connector_{name}_total": 0.0 for name in ConnectorStats.__struct_fields__ if name != "paths"
+        f"pdkv_connector_{name}_total": 0.0
+        for name in ConnectorStats.__struct_fields__
+        if name not in ("paths", "held")
     } | {
         "pdkv_connector_saves_total": 11,
         "pdkv_connector_loads_total": 12,
@@ -225,6 +227,12 @@ def test_connectors_by_their_names_and_parts() -> None:
     tier = ("multi/1-store/0-redis", "decode-1", "decode")
     assert samples[("pdkv_connector_tier_hits_total", *tier)] == 16
     assert samples[("pdkv_connector_tier_failures_total", *tier)] == 17
+    assert ("pdkv_tier_bytes", *tier) not in samples, "it does not know"
+    host = ("multi/1-store/0-host", "decode-1", "decode")
+    assert samples[("pdkv_tier_values", *host)] == 18
+    assert samples[("pdkv_tier_bytes", *host)] == 19 << 20
+    assert samples[("pdkv_tier_capacity_bytes", *host)] == 20 << 20
+    assert samples[("pdkv_tier_evictions_total", *host)] == 21
 
 
 def test_what_requests_hold_is_there_while_they_run_and_zero_afterwards() -> None:

@@ -1,0 +1,44 @@
+"""What each tier of KV holds and gave, as operators see it: engines' pools, and the tiers of stores below them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pdkv.router.engines.fleet import EngineSnapshot
+from pdkv.wire.messages import ConnectorStats
+
+
+def describe_caches(engines: Sequence[EngineSnapshot]) -> dict[str, Any]:
+    """JSON-ready: {"engines": [each that has reported]}.
+
+    Of an engine: the blocks of its pool by class, its prompts' tokens by source, and its tiers, fastest first. Values
+    and bytes of a tier are those that this engine wrote; a tier that does not know them says only what it gave.
+    """
+    return {
+        "engines": [
+            {
+                "name": engine.name,
+                "role": engine.role,
+                "blocks": msgspec.to_builtins(engine.load.blocks),
+                "prompt_tokens": msgspec.structs.asdict(engine.load.sources),
+                "tiers": [
+                    _describe_tier(part, stats)
+                    for part, stats in sorted(engine.load.connectors.items())
+                    if stats.held is not None
+                ],
+            }
+            for engine in engines
+            if engine.load is not None
+        ]
+    }
+
+
+def _describe_tier(part: str, stats: ConnectorStats) -> dict[str, Any]:
+    told = {"tier": part, "hits": stats.tier_hits, "failures": stats.tier_failures}
+    if stats.held is None or not stats.held.capacity:
+        return told
+    held = stats.held
+    return told | {
+        "values": held.values, "bytes": held.num_bytes, "capacity": held.capacity, "evictions": held.evicted
+    }  # fmt: skip
