@@ -149,6 +149,7 @@ def test_a_writer_killed_in_mid_value_leaves_nothing_visible(
     until(lambda: succeeds(put, store, key(1)) and get(store, key(1)))
 
 
+@pytest.mark.slow
 def test_a_client_of_which_many_calls_hang_is_replaced(open_: Open, key: Callable[[int], bytes]) -> None:
     """A call that passed its deadline holds a thread of the client and an arena for as long as the library likes."""
     with MooncakeServer(16 * MIB, "--client_ttl=60") as server:
@@ -219,6 +220,7 @@ def test_the_client_ends_with_its_engine(server: MooncakeServer) -> None:
         until(lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text())
 
 
+@pytest.mark.slow
 def test_clients_meet_at_a_metadata_server_too() -> None:
     """As older clusters do, by the master's own HTTP server."""
     directory = mooncake_binaries()
