@@ -12,10 +12,10 @@ from pdkv.engine.external import EndedSend, ExternalKV
 from pdkv.engine.grammar_wait import GrammarWait
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
-from pdkv.engine.kv_cache_manager import PrefixHit
+from pdkv.engine.lending import lend
 from pdkv.engine.lower_tiers import LowerTiers
 from pdkv.engine.plan import StepOutput, StepPlan
-from pdkv.engine.request import Request, held_blocks, name_of
+from pdkv.engine.request import Request, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import InvalidRequest, KVNotFound, NonFiniteLogits, PdkvError, RankError, RequestTimeout, ServerBusy
@@ -419,7 +419,11 @@ class EngineCore:
             self._remember(key)
             return
         if submit.until == "cached":
-            self._lend(request, now)
+            try:
+                lend(request, self.scheduler, self.prefill, now)
+            except KVNotFound as error:
+                self._refuse(router_id, key, error)
+            self._remember(key)
             return
         try:
             may_start = self.grammars.add(request)
@@ -431,34 +435,6 @@ class EngineCore:
         self._transfers[request.transfer_key] = key
         if may_start:
             self.scheduler.add(request)
-
-    def _lend(self, request: Request, now: float) -> None:
-        """Hand off what the cache has of a prompt: leased as after a prefill, under the borrower's name for it, within
-        the same bound of leased blocks. Nobody waits for that: what cannot be lent is computed.
-        """
-        kv = self.scheduler.kv
-        hit = kv.find_hit(request)
-        if reason := self._why_not_lent(request, hit):
-            self._refuse(request.router_id, request.key, KVNotFound(reason, transfer_id=request.transfer_key[0]))
-            self._remember(request.key)
-            return
-        admitted = kv.admit(request, hit, hit.num_tokens, hit.num_tokens)
-        assert admitted, "a hit alone takes no new block"
-        request.num_computed = request.num_confirmed = hit.num_tokens
-        self.external.report_confirmed(request, last=True)
-        self.prefill.handed_off(request, self.external.finished(request), now)
-        kv.free(request)
-        self._remember(request.key)
-
-    def _why_not_lent(self, request: Request, hit: PrefixHit) -> str:
-        """Empty: it is lent. A peer reads by itself, so what is still computed on a device must not be named."""
-        if not hit.num_tokens:
-            return "the cache has nothing of it"
-        if not self.scheduler.undrawn.isdisjoint(held_blocks(hit.tables)):
-            return "it may still be computed"
-        if not self.prefill.may_start(request, self.scheduler.kv.num_kept(hit.num_tokens)):
-            return "too much is leased"
-        return ""
 
     def _refuse(self, router_id: str, key: RequestKey, error: PdkvError) -> None:
         """A Submit cannot be served."""

@@ -23,6 +23,10 @@ class PrefillHooks(Protocol):
         """Whether a waiting request that will need `num_blocks` blocks may be admitted now."""
         ...
 
+    def may_lend(self, num_blocks: int) -> bool:
+        """Whether so many cached blocks may be leased to another engine now."""
+        ...
+
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
         """A request with kv="handoff" is done; the role takes its blocks over (they are still held)."""
         ...

@@ -54,8 +54,15 @@ class PrefillRole(PrefillHooks):
         """Whether the pool may take another prompt that will be handed off. A waiting receiver passes the cap."""
         if request.kv != "handoff" or request.ticket is not None:
             return True
-        taken = self.leases.num_blocks + self._num_promised_blocks()
-        return taken == 0 or taken + num_blocks <= self._max_leased_blocks
+        return self._num_taken() == 0 or self.may_lend(num_blocks)
+
+    def may_lend(self, num_blocks: int) -> bool:
+        """Whether the cap has room for a loan. One that is too large by itself is computed by who asks for it."""
+        return self._num_taken() + num_blocks <= self._max_leased_blocks
+
+    def _num_taken(self) -> int:
+        """Blocks that are leased, or will be."""
+        return self.leases.num_blocks + self._num_promised_blocks()
 
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
         """Lease the blocks and send the hand-off. What is lent is leased no longer than its Submit says."""

@@ -203,13 +203,20 @@ def test_a_loan_ends_by_itself_sooner_than_other_leases(make_turns: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("prompt", "num_blocks", "reason"), [(list(range(60, 80)), 16, "nothing of it"), (SECOND, 7, "too much is leased")]
+    ("prompt", "num_blocks", "is_leasing", "reason"),
+    [
+        (list(range(60, 80)), 16, False, "nothing of it"),
+        (SECOND, 7, True, "too much is leased"),
+        (SECOND, 7, False, "too much is leased"),
+    ],
+    ids=["not cached", "beside another lease", "too long by itself"],
 )
 def test_what_cannot_be_lent_is_said_at_once(
-    make_turns: Callable[..., Turns], prompt: list[int], num_blocks: int, reason: str
+    make_turns: Callable[..., Turns], prompt: list[int], num_blocks: int, is_leasing: bool, reason: str
 ) -> None:
+    """Half of the blocks may be leased."""
     turns = make_turns("pull", num_blocks=num_blocks)
-    if num_blocks < 16:  # half of them may be leased
+    if is_leasing:
         turns.lender.handle("r", submit([7, 8], request_id="b", until="first_token", kv="handoff"), turns.now)
         turns.run_lender()
     (failed,) = of_type(turns.ask(prompt), Failed)

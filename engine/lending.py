@@ -1,0 +1,39 @@
+"""Loans: what an engine's cache has of a prompt is handed off to another engine, and nothing is computed for it
+(docs/kv-hierarchy.md).
+"""
+
+from pdkv.engine.hooks import PrefillHooks
+from pdkv.engine.kv_cache_manager import PrefixHit
+from pdkv.engine.request import Request, held_blocks
+from pdkv.engine.scheduler import Scheduler
+from pdkv.errors import KVNotFound
+
+
+def lend(request: Request, scheduler: Scheduler, prefill: PrefillHooks, now: float) -> None:
+    """Hand off what the cache has of a prompt: leased as after a prefill, under the borrower's name for it, within the
+    same bound of leased blocks. Nobody waits for that: what cannot be lent is computed.
+
+    Raises:
+        KVNotFound: it is not lent.
+    """
+    kv, external = scheduler.kv, scheduler.external
+    hit = kv.find_hit(request)
+    if reason := _why_not(request, hit, scheduler, prefill):
+        raise KVNotFound(reason, transfer_id=request.transfer_key[0])
+    admitted = kv.admit(request, hit, hit.num_tokens, hit.num_tokens)
+    assert admitted, "a hit alone takes no new block"
+    request.num_computed = request.num_confirmed = hit.num_tokens
+    external.report_confirmed(request, last=True)
+    prefill.handed_off(request, external.finished(request), now)
+    kv.free(request)
+
+
+def _why_not(request: Request, hit: PrefixHit, scheduler: Scheduler, prefill: PrefillHooks) -> str:
+    """Empty: it is lent. A peer reads by itself, so what is still computed on a device must not be named."""
+    if not hit.num_tokens:
+        return "the cache has nothing of it"
+    if not scheduler.undrawn.isdisjoint(held_blocks(hit.tables)):
+        return "it may still be computed"
+    if not prefill.may_lend(scheduler.kv.num_kept(hit.num_tokens)):
+        return "too much is leased"
+    return ""
