@@ -1,5 +1,6 @@
 """The wheel holds exactly the package's files, and no root folder is imported under its bare name."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,11 @@ def test_the_wheel_holds_the_folders_files_and_nothing_else(tmp_path: Path) -> N
     for file in [*files, "pyproject.toml", "README.md", "LICENSE"]:
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tree / file)
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -O0\n')  # in a tenth of the time
+    compiler.chmod(0o755)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    subprocess.run([*build, "."], cwd=tree, check=True, capture_output=True, text=True)
+    subprocess.run([*build, "."], cwd=tree, env=os.environ | {"CC": str(compiler)}, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
