@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pdkv.errors import ConfigError, InvalidRequest, StartupError
-from pdkv.grammar.compile_process import MAX_CONTROL_BYTES, OUT_OF_MEMORY, STATUS, Job, Ready, Reply, Start
+from pdkv.grammar.compile_process import END, MAX_CONTROL_BYTES, OUT_OF_MEMORY, TOKEN_BYTES, Job, Ready, Reply, Start
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +61,13 @@ class CompileHost:
             order = msgspec.msgpack.encode(job)
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the grammar is no valid text: {error}", param="structured_outputs") from None
+        token = os.urandom(TOKEN_BYTES)
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 control = self._running()
                 try:
-                    socket.send_fds(control, [b"job"], [theirs.fileno()])
+                    socket.send_fds(control, [token], [theirs.fileno()])
                 except OSError:
                     return self._lost(control)
             deadline = time.monotonic() + job.wall_s + _GRACE_S
@@ -77,10 +78,12 @@ class CompileHost:
             except OSError:
                 pass  # a worker that is gone: what there is to read says why
             answer = _read_all(ours, deadline)
-        if answer is None or len(answer) < STATUS.size:
+        if answer is None or len(answer) < END.size:
             return self._lost(control)
-        (status,) = STATUS.unpack_from(answer, len(answer) - STATUS.size)
-        return _answer(status, memoryview(answer)[: -STATUS.size])
+        repeated, status = END.unpack_from(answer, len(answer) - END.size)
+        if repeated != token:  # the process was killed, and with it a worker in the midst of its reply
+            return self._lost(control)
+        return _answer(status, memoryview(answer)[: -END.size])
 
     def close(self) -> None:
         """End the process; jobs under way are lost."""
@@ -172,7 +175,7 @@ def _answer(status: int, reply: memoryview) -> bytes | Ended:
             return Ended("time")
         if number == signal.SIGKILL:
             return Ended("lost", "the worker was killed")
-        return Ended("crash", signal.Signals(number).name)
+        return Ended("crash", signal.strsignal(number) or f"signal {number}")
     if os.WEXITSTATUS(status) == OUT_OF_MEMORY:
         return Ended("memory")
     if os.WEXITSTATUS(status) != 0:

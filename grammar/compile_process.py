@@ -33,8 +33,14 @@ MAX_CONTROL_BYTES = 1 << 16
 OUT_OF_MEMORY = 3
 """Exit status of a worker that was at its bound."""
 
-STATUS = struct.Struct("<i")
-"""A worker's exit status as `waitpid` has it; the last bytes that a job's socket gives."""
+TOKEN_BYTES = 16
+"""Of the random message that a job's socket is sent with."""
+
+END = struct.Struct(f"<{TOKEN_BYTES}si")
+"""What a job's socket gives last: the job's token, and the worker's exit status as `waitpid` has it.
+
+By the token a status is told from the last bytes of a reply that was cut off.
+"""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -61,7 +67,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the worker says before it exits with 0. STATUS follows."""
+    """What the worker says before it exits with 0. END follows."""
 
     data: bytes = b""  # of a `CompiledGrammar`, or of the `Vocabulary`
     refused: str = ""  # why the grammar is wrong
@@ -103,24 +109,24 @@ def _serve(control: socket.socket, compiler: Compiler, memory_bytes: int) -> Non
         for key, _ in ready:
             if key.fileobj is not control:
                 selector.unregister(key.fileobj)
-                _tell_status(key.fd, *key.data)
+                _tell_end(key.fd, *key.data)
                 continue
-            data, fds, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1)
-            if not data:
+            token, fds, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1)
+            if not token:
                 return
             job = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:
                 _work(job, compiler, memory_bytes)
-            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, job))
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, job, token))
 
 
-def _tell_status(pidfd: int, pid: int, job: socket.socket) -> None:
+def _tell_end(pidfd: int, pid: int, job: socket.socket, token: bytes) -> None:
     os.close(pidfd)
     _, status = os.waitpid(pid, 0)
-    job.settimeout(1.0)  # four bytes have room, unless nobody reads
+    job.settimeout(1.0)  # so few bytes have room, unless nobody reads
     with job, contextlib.suppress(OSError):
-        job.sendall(STATUS.pack(status))
+        job.sendall(END.pack(token, status))
         job.shutdown(socket.SHUT_RDWR)  # workers that began meanwhile have it, too: to close it ends nothing
 
 
