@@ -54,7 +54,7 @@ class Engine:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below this one, parents before their children; the order may change when a thread that started some ends."""
+    """Processes below this one, parents first; the order changes when a thread that started one ends."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
