@@ -21,14 +21,18 @@ from pdkv import LLM, SamplingParams
 BLOCK = 16
 NUM_ANSWER = 60
 QUESTIONS = [random.Random(f"question {i}").choices(range(2, 258), k=n) for i, n in enumerate((120, 30, 45, 20, 25))]
+SMALL_VALUES = (f"tokens_per_value={BLOCK}", f"min_hit_tokens={BLOCK}", "lookup_timeout_s=20")
+SMALL_TIER_VALUES = tuple(f"store.{option}" for option in SMALL_VALUES)
 CONNECTORS = {
     "shared_memory": ("--connector", "shared_memory", "--connector-config", f"min_hit_tokens={BLOCK}"),
     "nixl": ("--connector", "nixl"),
     "nixl push": ("--connector", "nixl", "--connector-config", "mode=push"),
     "p2p concurrent": ("--connector", "p2p", "--order", "concurrent"),
     "p2p": ("--connector", "p2p", "--order", "needs_peer_first"),
+    "store": ("--connector", "store", "--connector-config", "url=file://{directory}/kv", *SMALL_VALUES),
+    "nixl, host memory": ("--connector", "nixl", "--kv-host-memory", "64MiB", "--connector-config", *SMALL_TIER_VALUES),
 }
-SLOW = ("nixl push", "p2p")
+SLOW = ("nixl push", "p2p", "store")
 
 
 class Turn(NamedTuple):
@@ -101,10 +105,11 @@ def check_sums(books: Books, turn: Turn) -> None:
 @pytest.mark.parametrize(
     "connector", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONNECTORS]
 )
-def test_a_turn_computes_what_is_new(served: Path, turns: list[Turn], connector: str) -> None:
+def test_a_turn_computes_what_is_new(served: Path, turns: list[Turn], connector: str, tmp_path: Path) -> None:
     first, second, *rest = turns
+    own = [flag.format(directory=tmp_path) for flag in CONNECTORS[connector]]
     with launches(served) as launch:
-        deployment = launch("--prefill", "1", "--decode", "1", "--kv-reuse", "always", *CONNECTORS[connector])
+        deployment = launch("--prefill", "1", "--decode", "1", "--kv-reuse", "always", *own)
         assert take(deployment, first) == len(first.prompt)
         before = settled_books(deployment, lambda now: now.total("decode") == len(first.prompt))
         check_reused(deployment, second)

@@ -77,7 +77,7 @@ def check_row(row: TierRow, workload: Workload, directory: Path) -> None:
     """Compute and write; find again what the pools have lost; and once more behind the death of all but host memory."""
     decode_pool = ("--decode-kv-cache-memory", str(DECODE_BLOCKS * workload.block_bytes))
     with (
-        TIERS[row.tiers](directory, row.capacity) as tiers,
+        TIERS[row.tiers](row, directory) as tiers,
         deployed(workload, *row.flags, *SMALL_PREFILL_POOL, *decode_pool, *CHUNKED, *tiers.flags) as deployment,
     ):
         check_pass(deployment, workload)

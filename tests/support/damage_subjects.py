@@ -58,6 +58,7 @@ class Subject:
     """A store of values that engines share; `directory`: where they are files."""
 
     damaged_share = 0.6  # of a round's values
+    stays_damaged = False  # for another reader, whatever one reader finds out
 
     def __init__(self, connector: type[_Known], directory: Path | None = None, **options: str) -> None:
         """`options`: "{engine}" in a value is the engine's name."""
@@ -109,7 +110,18 @@ class Subject:
         return after != before
 
 
-KINDS = ("memory://", "file", "redis", "lmcache", "mooncake", "s3", "tiers", "shared_storage", "sqlite", "memory")
+class HostSubject(Subject):
+    """Host memory: each engine has a segment of its own, which nobody else changes."""
+
+    stays_damaged = True
+
+    def replace(self, name: bytes, value: bytes, rng: random.Random) -> None:
+        STORES["writer"].replace(name, value)
+
+
+KINDS = (
+    "memory://", "host", "file", "redis", "lmcache", "mooncake", "s3", "tiers", "shared_storage", "sqlite", "memory",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -130,6 +142,8 @@ def subject_of(kind: str, directory: Path) -> Iterator[Subject]:
                 yield Subject(KnownUrl, url=url)
         case "memory://":
             yield Subject(KnownUrl, url=f"memory://{directory}")
+        case "host":
+            yield HostSubject(KnownUrl, url=f"host://{directory}/segments")
         case "file":
             yield Subject(KnownUrl, directory / "values", url=f"file://{directory}/values")
         case "tiers":

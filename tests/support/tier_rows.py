@@ -24,8 +24,10 @@ RANKS = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 MODELS = ("one group", "windows")
 
-HOST_BYTES = 2 << 20
-"""Of each engine: a third of the values of the forty prompts."""
+HOST_VALUES = 48
+"""That an engine's host memory has room for: less than half of those of the forty prompts."""
+
+_PAGE_BYTES = 64 << 10  # of host memory; a value of these models takes less
 
 LOWER_BYTES = 5 << 20
 """Of a tier that has a bound: about half of what the engines write."""
@@ -47,21 +49,21 @@ TiersContext = contextlib.AbstractContextManager[Tiers]
 
 
 @contextlib.contextmanager
-def _host(directory: Path, capacity: int) -> Iterator[Tiers]:
-    size = HOST_BYTES if capacity == LOWER_BYTES else capacity
+def _host(row: "TierRow", directory: Path) -> Iterator[Tiers]:
+    size = row.capacity if row.handoff == "store" else row.host_bytes
     yield Tiers(("--kv-host-memory", str(size)), ("0-host",))
 
 
 @contextlib.contextmanager
-def _files(directory: Path, capacity: int) -> Iterator[Tiers]:
-    url = f"file://{directory}/kv?capacity={capacity}"
-    yield Tiers(("--kv-host-memory", str(HOST_BYTES), "--kv-store", url), ("0-host", "1-file"))
+def _files(row: "TierRow", directory: Path) -> Iterator[Tiers]:
+    url = f"file://{directory}/kv?capacity={row.capacity}"
+    yield Tiers(("--kv-host-memory", str(row.host_bytes), "--kv-store", url), ("0-host", "1-file"))
 
 
 @contextlib.contextmanager
-def _served(start: Callable[[int], StoreServer], name: str, directory: Path, capacity: int) -> Iterator[Tiers]:
-    with start(capacity) as server:
-        flags = ("--kv-host-memory", str(HOST_BYTES), "--kv-store", server.url)
+def _served(start: Callable[[int], StoreServer], name: str, row: "TierRow", directory: Path) -> Iterator[Tiers]:
+    with start(row.capacity) as server:
+        flags = ("--kv-host-memory", str(row.host_bytes), "--kv-store", server.url)
         yield Tiers(flags, ("0-host", f"1-{name}"), server)
 
 
@@ -75,7 +77,7 @@ def _mooncake(capacity: int) -> StoreServer:
     return MooncakeServer(size, f"--eviction_high_watermark_ratio={capacity / size:.2f}", "--default_kv_lease_ttl=500")
 
 
-TIERS: dict[str, Callable[[Path, int], TiersContext]] = {
+TIERS: dict[str, Callable[["TierRow", Path], TiersContext]] = {
     "host": _host,
     "host, file": _files,
     "host, redis": functools.partial(_served, _redis, "redis"),
@@ -83,7 +85,7 @@ TIERS: dict[str, Callable[[Path, int], TiersContext]] = {
     "host, lmcache": functools.partial(_served, lambda capacity: LMCacheServer(), "lmcache"),
     "host, s3": functools.partial(_served, lambda capacity: S3Server(), "object"),
 }
-"""name -> (directory, capacity of the lowest tier) -> flags that choose them. LMCache's server and buckets keep all."""
+"""name -> (row, directory) -> flags that choose them. LMCache's server and buckets keep all."""
 
 
 class TierRow(NamedTuple):
@@ -106,6 +108,12 @@ class TierRow(NamedTuple):
         patient = f"{'' if self.handoff == 'store' else 'store.'}lookup_timeout_s=20"  # a busy machine makes no miss
         own = (*HANDOFFS[self.handoff], "--connector-config", patient)
         return ("--prefill", count, "--decode", count, *ranks, *own)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of each engine's host memory. Groups and head shards are values of their own."""
+        num_parts = max(self.ranks) * (2 if self.model == "windows" else 1)
+        return HOST_VALUES * num_parts * _PAGE_BYTES
 
     @property
     def capacity(self) -> int:

@@ -107,9 +107,10 @@ class Fuzzer:
         damaged = self._damage(values, most)
         self.report.num_rounds += 1
         readers = [self._reader, self._other_reader]
-        for engine in (readers * MAX_READS)[:MAX_READS]:
-            self._read(engine, prompts, expected, damaged)
-            if not damaged and engine is readers[1]:
+        left = [damaged, dict(damaged) if self._subject.stays_damaged else damaged]
+        for turn in range(MAX_READS):
+            self._read(readers[turn % 2], prompts, expected, left[turn % 2])
+            if turn % 2 and not any(left):
                 break
 
     def _damage(self, values: dict[bytes, bytes], most: int) -> dict[bytes, str]:
