@@ -10,6 +10,12 @@ Buffer = memoryview
 Arrived = Callable[[int, int], None]
 """(index of the key, stop): bytes [0, stop) of its value are in its buffer."""
 
+Item = tuple[bytes, Buffer]
+"""A key and its value."""
+
+Sized = tuple[bytes, int]
+"""A key, and the bytes of its value."""
+
 PART_BYTES = 256 << 10
 """What has just been written is still in a core's cache: who wants to look at it hears of it in parts of this size."""
 
@@ -72,6 +78,10 @@ class KVStore(ABC):
         """
         return self.get(keys, out)
 
+    def peek(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        """`get` for a copy elsewhere: a store that evicts does not take it for a use."""
+        return self.get(keys, out)
+
     @abstractmethod
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         """Write values in one batch. Each becomes visible whole or not at all; a key that exists is left as it is.
@@ -90,6 +100,10 @@ class KVStore(ABC):
     def count_held(self) -> Held:
         """What this process has in it. Does not block."""
         return Held()
+
+    def coldest(self, num_bytes: int) -> list[Sized]:
+        """What would go if so many bytes more were put, the first to go first; empty where the store does not know."""
+        return []
 
     def count_tiers(self) -> Mapping[str, TierCounts]:
         """By name, such as "0-host", where the store consists of several or knows what it holds. Does not block."""

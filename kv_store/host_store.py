@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +24,7 @@ import msgspec
 from pdkv.errors import ConfigError, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
-from pdkv.kv_store.base import Arrived, Buffer, Held, TellingStore, TierCounts
+from pdkv.kv_store.base import Arrived, Buffer, Held, Sized, TellingStore, TierCounts
 from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
@@ -118,13 +118,20 @@ class HostStore(TellingStore):
             self._num_hits += sum(found)
         return found
 
+    def peek(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        with self._call():
+            return [
+                self._read(key_of(key), buffer, _tell_nobody, is_use=False)
+                for key, buffer in zip(keys, out, strict=True)
+            ]
+
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         with self._call():
             own = self._writer()
             for key, value in reversed(items):
                 number = key_of(key)
                 if number in own or self._find_elsewhere(number) is None:
-                    own.put(number, value)
+                    own.put(number, value, key)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with self._call():
@@ -138,6 +145,10 @@ class HostStore(TellingStore):
         own = self.own
         return own.count() if own is not None else Held()
 
+    def coldest(self, num_bytes: int) -> list[Sized]:
+        own = self.own
+        return own.coldest(num_bytes) if own is not None else []
+
     def count_tiers(self) -> Mapping[str, TierCounts]:
         return {"0-host": TierCounts(self._num_hits, 0, self.count_held())}
 
@@ -150,8 +161,8 @@ class HostStore(TellingStore):
 
     # --- one key ----------------------------------------------------------------------------------------------------
 
-    def _find(self, key: Key) -> tuple[Segment, Found] | None:
-        if self.own is not None and (found := self.own.find(key)) is not None:
+    def _find(self, key: Key, *, is_use: bool = True) -> tuple[Segment, Found] | None:
+        if self.own is not None and (found := self.own.find(key, is_use=is_use)) is not None:
             return self.own.segment, found
         elsewhere = self._find_elsewhere(key)
         return None if elsewhere is None else elsewhere[1:]
@@ -163,8 +174,8 @@ class HostStore(TellingStore):
                 return name, segment, found
         return None
 
-    def _read(self, key: Key, out: Buffer, arrived: partial[None]) -> bool:
-        place = self._find(key)
+    def _read(self, key: Key, out: Buffer, arrived: Callable[[int], None], *, is_use: bool = True) -> bool:
+        place = self._find(key, is_use=is_use)
         return place is not None and place[1].size == out.nbytes and place[0].read(place[1], out, arrived)
 
     def _shun(self, name: str, found: Found) -> None:
@@ -287,6 +298,10 @@ class HostStore(TellingStore):
             fcntl.flock(self.own.segment.fd, fcntl.LOCK_UN)  # the mapping, which may live on, has a descriptor, too
             self.own.segment.close()
         self._directory.close()
+
+
+def _tell_nobody(stop: int) -> None:
+    """Of a read whose reader does not care how far it has come."""
 
 
 def _lock(fd: int) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pdkv.errors import StoreFull
 from pdkv.host.fence import fence
-from pdkv.kv_store.base import Buffer, Held
+from pdkv.kv_store.base import Buffer, Held, Sized
 from pdkv.kv_store.host_segment import PAGE_BYTES, Found, Key, Segment, check_of, num_pages_for
 
 
@@ -17,6 +17,7 @@ class _Held(NamedTuple):
 
     entry: int
     pages: list[int]
+    sized: Sized | None = None  # its key as its writer calls it, and its size; None: a predecessor wrote it
 
 
 class SegmentWriter:
@@ -49,18 +50,35 @@ class SegmentWriter:
         """Pages that no value has."""
         return len(self._free_pages)
 
-    def find(self, key: Key) -> Found | None:
-        """Where a value lies; it is the most recently used one now."""
+    def coldest(self, num_bytes: int) -> list[Sized]:
+        """What goes if so many bytes more are put, first what goes first, without what a predecessor wrote."""
+        found: list[Sized] = []
+        with self._lock:
+            num_missing = num_pages_for(num_bytes) - len(self._free_pages)
+            for held in self._held.values():
+                if num_missing <= 0:
+                    break
+                num_missing -= len(held.pages)
+                if held.sized is not None:
+                    found.append(held.sized)
+        return found
+
+    def find(self, key: Key, *, is_use: bool = True) -> Found | None:
+        """Where a value lies; it is the most recently used one now, if this is a use."""
         with self._lock:
             held = self._held.get(key)
             if held is None:
                 return None
-            self._use(key, held)
+            if is_use:
+                self._use(key, held)
             fields = self.segment.entries[held.entry]
             return Found(held.entry, int(fields["version"]), int(fields["size"]), held.pages[0])
 
-    def put(self, key: Key, value: Buffer) -> None:
+    def put(self, key: Key, value: Buffer, name: bytes = b"") -> None:
         """Add a value, at the cost of the least recently used ones; one that is there is left as it is.
+
+        Args:
+            name: the key of which `key` was made: `coldest` tells it.
 
         Raises:
             StoreFull: it is larger than the segment, or there is no memory.
@@ -88,7 +106,7 @@ class SegmentWriter:
             if key in self._held:  # another thread was faster
                 self._free(entry, pages)
             else:
-                self._publish(key, _Held(entry, pages), value.nbytes)
+                self._publish(key, _Held(entry, pages, (name, value.nbytes) if name else None), value.nbytes)
 
     def remove(self, key: Key) -> None:
         """Drop a value, if it is there."""

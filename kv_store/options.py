@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from pdkv.kv_store.tier import WritePolicy
 from pdkv.options import Options, option, seconds
 
 _TTL_MAX_S = 1e9
@@ -29,6 +30,11 @@ class StoreOptions(Options):
         "P2PHANDSHAKE",
         "mooncake://: where its clients find each other, as the clients were told that lend memory: P2PHANDSHAKE, "
         "http://host:port/metadata or another that Mooncake knows",
+    )
+    write: WritePolicy = option(
+        "all",
+        "tiers behind the first: what they take: all that is written; second-use: what is read or written again; "
+        "evicted: what is about to go from host://",
     )
     retry_after_s: float = seconds(1.0, "tiers: how long a tier that failed is left alone")
     ssl_ca_certs: str | None = option(

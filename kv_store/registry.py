@@ -12,7 +12,7 @@ from pdkv.options import OptionTexts
 from pdkv.secret_options import without_secrets
 
 _NEXT_URL = re.compile(r",(?=[a-z][a-z0-9+]*://)")  # a path may have commas of its own
-_TIER_OPTIONS = frozenset({"retry_after_s"})
+_TIER_OPTIONS = frozenset({"retry_after_s", "write"})
 _SERVER_OPTIONS = frozenset({"connect_timeout_s", "operation_timeout_s", "max_bytes_in_flight", "pipeline"})
 _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
 
@@ -54,7 +54,7 @@ class StorePlan(NamedTuple):
             return stores[0]
         from pdkv.kv_store.tiers import TieredStore
 
-        return TieredStore(stores, self.retry_after_s)
+        return TieredStore(stores, self.retry_after_s, write=[part.options.write for part in self.parts])
 
 
 def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
@@ -62,7 +62,7 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
 
     memory://[name], host:///directory, file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS),
     unix:///socket (or redis+unix://), lmcache://host:port, mooncake://host:port, s3://bucket/prefix (gs://, az://).
-    Options stand in `options`, for all URLs that know them, or in a URL's query.
+    Options stand in `options`, for all URLs that know them, or in a URL's query; `write` is for those behind the first.
 
     Raises:
         ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
@@ -76,8 +76,28 @@ def plan_store(url: str, options: Mapping[str, Any]) -> StorePlan:
     schemes = [_scheme_of(part) for part in urls]
     known = frozenset[str]().union(*(scheme.options for scheme in schemes), _TIER_OPTIONS if len(urls) > 1 else ())
     common = StoreOptions.parse(OptionTexts(options, without_secrets(url)), only=known)
-    parts = [_read_url(part, scheme, options) for part, scheme in zip(urls, schemes, strict=True)]
+    of_first = {name: text for name, text in options.items() if name != "write"}
+    parts = [
+        _read_url(part, scheme, options if place else of_first)
+        for place, (part, scheme) in enumerate(zip(urls, schemes, strict=True))
+    ]
+    _check_policies(parts)
     return StorePlan(parts, common.retry_after_s)
+
+
+def _check_policies(parts: Sequence[_Part]) -> None:
+    """Raises ConfigError where a value could be written nowhere, or cannot be taken from where it goes."""
+    first, *others = parts
+    policies = {part.options.write for part in others}
+    if first.options.write != "all":
+        raise ConfigError(
+            f"{first.parts.scheme}://: write={first.options.write} is for tiers behind the first one, which takes all: "
+            "put host:// or file:// in front, such as by --kv-host-memory"
+        )
+    if policies - {"all"} and first.parts.scheme == "memory":
+        raise ConfigError("write: the first tier, which takes all, is one that other processes see, not memory://")
+    if "evicted" in policies and first.parts.scheme != "host":
+        raise ConfigError(f"write=evicted: it takes what goes from host://, but {first.parts.scheme}:// is the first")
 
 
 def _read_url(url: str, scheme: _Scheme, common: Mapping[str, Any]) -> _Part:
@@ -88,8 +108,9 @@ def _read_url(url: str, scheme: _Scheme, common: Mapping[str, Any]) -> _Part:
         parts.port  # noqa: B018  raises ValueError
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    texts = {name: text for name, text in common.items() if name in scheme.options} | dict(query)
-    return _Part(scheme, parts, StoreOptions.parse(OptionTexts(texts, where), only=scheme.options))
+    known = scheme.options | {"write"}
+    texts = {name: text for name, text in common.items() if name in known} | dict(query)
+    return _Part(scheme, parts, StoreOptions.parse(OptionTexts(texts, where), only=known))
 
 
 def _scheme_of(url: str) -> _Scheme:

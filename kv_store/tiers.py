@@ -2,46 +2,46 @@
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Arrived, Buffer, KVStore, TellingStore, TierCounts
+from pdkv.kv_store.backfill import Backfill
+from pdkv.kv_store.base import Arrived, Buffer, Item, KVStore, TellingStore, TierCounts
+from pdkv.kv_store.tier import Tier, WritePolicy
 
 T = TypeVar("T")
-
-
-class Tier:
-    """One store of several, and what happened there."""
-
-    def __init__(self, store: KVStore) -> None:
-        self.store = store
-        self.num_hits = 0
-        self.num_promoted = 0  # values that a slower tier had and this one now has
-        self.failures: Counter[str] = Counter()  # by error code; "skipped": calls while it was left alone
-        self.rests_until = 0.0
 
 
 class TieredStore(TellingStore):
     """Reads ask the tiers in order, each for what is still missing, and copy a slower tier's hits into the faster ones.
 
-    What is promised: `put` writes to all tiers and succeeds if one of them took the batch that other processes see, too
-    (where there is none, any tier); `get` and `contains` succeed if one of them answered; what a failing tier would
-    have had is then a miss. `delete` fails if any tier did: the value may still be there. Failures that no error tells
-    are counted in `tiers`.
+    A tier's write policy says what it takes. "all": what is put. "second-use": what is put again, and what is read from
+    a faster tier, which is copied behind the reader's back. "evicted": what is about to go from the first tier, copied
+    before. The first tier takes all, so what was put is found until it is evicted there.
+
+    What is promised: `put` writes to the tiers that take it and succeeds if one of them took the batch that other
+    processes see, too (where there is none, any tier); `get` and `contains` succeed if one of them answered; what a
+    failing tier would have had is then a miss. `delete` fails if any tier did: the value may still be there. Failures
+    that no error tells are counted in `tiers`.
 
     A tier that was unavailable or too slow is left alone for `retry_after_s`, so that its timeout is not paid by each
     call. If all are, all are asked.
     """
 
-    def __init__(self, stores: Sequence[KVStore], retry_after_s: float = 1.0) -> None:
-        """Takes the stores over: `close` closes them."""
-        self.tiers = [Tier(store) for store in stores]
+    def __init__(
+        self, stores: Sequence[KVStore], retry_after_s: float = 1.0, *, write: Sequence[WritePolicy] = ()
+    ) -> None:
+        """Takes the stores over: `close` closes them. `write`: of each tier; empty: all take all."""
+        policies = write or ["all"] * len(stores)
+        assert policies[0] == "all", policies
+        self.tiers = [Tier(store, policy) for store, policy in zip(stores, policies, strict=True)]
         self._retry_after_s = retry_after_s
         self._lock = threading.Lock()  # of the tiers' counters
         self._shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
+        lazy = [tier for tier in self.tiers if tier.write != "all"]
+        self._backfill = Backfill(stores[0], lazy, self._fill, self._take_back) if lazy else None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)
@@ -64,19 +64,28 @@ class TieredStore(TellingStore):
             with self._lock:
                 self.tiers[depth].num_hits += len(hits)
             self._promote([(keys[i], out[i]) for i in hits], depth)
+            if self._backfill is not None:
+                self._backfill.used((keys[i], out[i].nbytes) for i in hits)
         return found
 
-    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+    def put(self, items: Sequence[Item]) -> None:
         errors: list[StoreError] = []
         is_put = False
         for tier in self._awake():
+            taken = tier.taken(items)
+            if not taken:
+                continue
             num_errors = len(errors)
-            self._try(tier, partial(tier.store.put, items), errors)
-            is_put = is_put or (len(errors) == num_errors and tier in self._shared)
-        if not is_put:
+            self._try(tier, partial(tier.store.put, taken), errors)
+            is_put = is_put or (len(errors) == num_errors and tier in self._shared and len(taken) == len(items))
+        if self._backfill is not None:
+            self._backfill.room_taken()
+        if items and not is_put:
             raise errors[0] if errors else StoreUnavailable("the tiers that others see failed a moment ago")
 
     def delete(self, keys: Sequence[bytes]) -> None:
+        if self._backfill is not None:
+            self._backfill.forget(keys)
         errors: list[StoreError] = []
         awake = self._awake()
         for tier in awake:
@@ -100,6 +109,8 @@ class TieredStore(TellingStore):
             }
 
     def close(self) -> None:
+        if self._backfill is not None:
+            self._backfill.close()
         for tier in self.tiers:
             tier.store.close()
 
@@ -127,13 +138,32 @@ class TieredStore(TellingStore):
             raise errors[0]
         return hits_by_tier
 
-    def _promote(self, items: Sequence[tuple[bytes, Buffer]], depth: int) -> None:
+    def _promote(self, items: Sequence[Item], depth: int) -> None:
+        """Into all faster tiers; one that waits for what goes from the first tier gets it from there."""
         for tier in self._awake():
-            if self.tiers.index(tier) < depth:
+            if self.tiers.index(tier) < depth and tier.write != "evicted":
                 errors: list[StoreError] = []
                 self._try(tier, partial(tier.store.put, items), errors)
                 with self._lock:
                     tier.num_promoted += 0 if errors else len(items)
+        if depth and self._backfill is not None:
+            self._backfill.room_taken()
+
+    def _fill(self, tier: Tier, items: Sequence[Item]) -> bool:
+        """Write what a tier lacks; whether it has all of it now. On the thread that copies."""
+        if tier.rests_until > time.monotonic():
+            return False
+        errors: list[StoreError] = []
+        there = self._try(tier, lambda: tier.store.contains([key for key, _ in items]), errors) or ()
+        missing = [item for item, is_there in zip(items, there, strict=False) if not is_there]
+        if missing:
+            self._try(tier, partial(tier.store.put, missing), errors)
+        with self._lock:
+            tier.num_backfilled += 0 if errors else len(missing)
+        return not errors
+
+    def _take_back(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        self._try(tier, partial(tier.store.delete, keys), [])
 
     def _awake(self) -> list[Tier]:
         """Tiers to ask now; counts those that are left alone."""

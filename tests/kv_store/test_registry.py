@@ -135,3 +135,25 @@ def test_stores_import_neither_torch_nor_connectors() -> None:
     )
     reply = subprocess.run([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     assert reply.stdout.strip() == "[]"
+
+
+def test_tiers_behind_the_first_have_write_policies(tmp_path: Path, open_: Open) -> None:
+    urls = f"host://{tmp_path}/host,file://{tmp_path}/files?write=evicted,redis://localhost:1"
+    store = open_(urls, write="second-use")
+    assert isinstance(store, TieredStore)
+    assert [tier.write for tier in store.tiers] == ["all", "evicted", "second-use"]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://localhost:1?write=second-use", "redis://: write=second-use is for tiers behind the first one"),
+        ("host:///x?write=evicted,file:///y", "host://: write=evicted is for tiers behind the first one"),
+        ("memory://,file:///y?write=second-use", "one that other processes see, not memory://"),
+        ("file:///x,redis://localhost:1?write=evicted", "takes what goes from host://, but file:// is the first"),
+        ("host:///x,file:///y?write=never", "option write: one of all, second-use, evicted was expected, got 'never'"),
+    ],
+)
+def test_a_policy_that_cannot_be_kept_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_store(url)

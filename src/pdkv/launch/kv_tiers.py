@@ -31,8 +31,8 @@ def add_tiers(handoff: HandoffConfig, tiers: TiersConfig, directory: Path, engin
     """
     if not tiers.wanted:
         return handoff
-    _check_url(tiers.kv_store)
     host = f"host://{quote(str(directory), safe='/')}?segment={engine}" if tiers.kv_host_memory else ""
+    _check_url(host, tiers.kv_store)
     options = dict(handoff.connector_config)
     if handoff.connector == CHILD:
         options["url"] = _joined(host, options.get("url", ""), tiers.kv_store)
@@ -71,9 +71,9 @@ def describe_tiers(tiers: TiersConfig) -> str:
     return "".join(f", {part}" for part in (host, without_secrets(tiers.kv_store)) if part)
 
 
-def _check_url(url: str) -> None:
+def _check_url(*urls: str) -> None:
     try:
-        plan_store(url or "memory://", {})
+        plan_store(_joined(*urls), {})
     except ConfigError as error:
         raise ConfigError(f"--kv-store: {error}") from None
 

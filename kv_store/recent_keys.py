@@ -1,0 +1,36 @@
+"""Keys that were seen lately, in memory of fixed size."""
+
+import time
+from array import array
+from math import inf
+
+_NUM_SLOTS = 1 << 16  # 1 MiB
+
+
+class RecentKeys:
+    """A table with one place for each key: another key that has the same place takes it. Threads may share it.
+
+    So a key may be forgotten early; two keys are taken for one about never (64 bits of a hash).
+    """
+
+    def __init__(self, valid_for_s: float = inf, num_slots: int = _NUM_SLOTS) -> None:
+        """`valid_for_s`: so long a key is remembered, at most."""
+        self._valid_for_s = valid_for_s
+        self._hashes = array("q", bytes(8 * num_slots))
+        self._times = array("d", bytes(8 * num_slots))
+
+    def add(self, key: bytes) -> None:
+        """It was seen now."""
+        number = hash(key)
+        slot = number % len(self._hashes)
+        self._hashes[slot], self._times[slot] = number, time.monotonic()
+
+    def discard(self, key: bytes) -> None:
+        """Forget it, if it is known."""
+        if key in self:
+            self._hashes[hash(key) % len(self._hashes)] = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        number = hash(key)
+        slot = number % len(self._hashes)
+        return self._hashes[slot] == number and time.monotonic() - self._times[slot] < self._valid_for_s

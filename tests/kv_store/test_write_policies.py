@@ -1,0 +1,223 @@
+"""Tiers that do not take all that is written: what comes to them, when, and what does not."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pdkv.errors import StoreUnavailable
+from pdkv.kv_store.backfill import COLD_SHARE
+from pdkv.kv_store.base import Buffer, Sized
+from pdkv.kv_store.host_segment import PAGE_BYTES
+from pdkv.kv_store.host_store import HostStore
+from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.recent_keys import RecentKeys
+from pdkv.kv_store.tier import WritePolicy
+from pdkv.kv_store.tiers import TieredStore
+
+SIZE = PAGE_BYTES
+CAPACITY = 3 << 20
+WAIT_S = 20.0
+
+
+class LowerTier(MemoryStore):
+    """Memory that tells when something was put or deleted, and that can be held up and refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.changed = threading.Condition()
+        self.may_put = threading.Event()
+        self.may_put.set()
+        self.putting = threading.Event()
+        self.fails = False
+        self.num_puts = 0
+        self.num_deletes = 0
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        self.putting.set()
+        assert self.may_put.wait(WAIT_S)
+        with self.changed:
+            self.num_puts += 1
+            self.changed.notify_all()
+            if self.fails:
+                raise StoreUnavailable("not now")
+            super().put(items)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self.changed:
+            self.num_deletes += 1
+            super().delete(keys)
+            self.changed.notify_all()
+
+    def await_keys(self, *keys: bytes) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: all(self.contains(keys)), WAIT_S)
+
+
+def key(number: int) -> bytes:
+    return b"key%d" % number
+
+
+def value(number: int) -> memoryview:
+    return memoryview(bytes([number % 251]) * SIZE)
+
+
+def put(store: TieredStore, *numbers: int) -> None:
+    store.put([(key(n), value(n)) for n in numbers])
+
+
+def get(store: TieredStore, *numbers: int) -> list[bool]:
+    out = [memoryview(bytearray(SIZE)) for _ in numbers]
+    found = store.get([key(n) for n in numbers], out)
+    assert all(buffer == value(n) for n, buffer, is_in in zip(numbers, out, found, strict=True) if is_in)
+    return found
+
+
+@pytest.fixture
+def lower() -> LowerTier:
+    return LowerTier()
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path, lower: LowerTier) -> Iterator[TieredStore]:
+    policy: WritePolicy = request.param
+    host = HostStore(tmp_path / "host", StoreOptions(capacity=CAPACITY))
+    with TieredStore([host, lower], retry_after_s=1e-9, write=["all", policy]) as tiers:
+        yield tiers
+
+
+second_use = pytest.mark.parametrize("store", ["second-use"], indirect=True)
+evicted = pytest.mark.parametrize("store", ["evicted"], indirect=True)
+
+
+@second_use
+def test_what_is_put_once_is_not_written_and_what_is_put_again_is(store: TieredStore, lower: LowerTier) -> None:
+    put(store, 1, 2)
+    assert lower.num_puts == 0
+    put(store, 2, 3)
+    assert lower.contains([key(1), key(2), key(3)]) == [False, True, False]
+
+
+@second_use
+def test_what_is_read_from_a_faster_tier_is_copied_behind_the_reader(store: TieredStore, lower: LowerTier) -> None:
+    """The reader has its value while the slow tier still hangs."""
+    put(store, 1, 2)
+    lower.may_put.clear()
+    assert get(store, 2) == [True]
+    assert lower.putting.wait(WAIT_S)
+    assert get(store, 2) == [True]
+    lower.may_put.set()
+    lower.await_keys(key(2))
+    assert lower.contains([key(1)]) == [False]
+    store.tiers[0].store.delete([key(2)])
+    assert get(store, 2) == [True]  # from below, with its bytes
+
+
+@second_use
+def test_what_is_there_already_is_not_written_again(store: TieredStore, lower: LowerTier) -> None:
+    put(store, 1, 2)
+    lower.put([(key(1), value(1))])
+    get(store, 1, 2)
+    lower.await_keys(key(2))
+    assert store.tiers[1].num_backfilled == 1
+    get(store, 1, 2)
+    put(store, 3)
+    get(store, 3)
+    lower.await_keys(key(3))
+    assert lower.num_puts == 3  # the one from outside, that of 2, that of 3
+
+
+@second_use
+def test_a_value_that_is_deleted_while_it_is_copied_does_not_come_again(store: TieredStore, lower: LowerTier) -> None:
+    put(store, 1)
+    lower.may_put.clear()
+    get(store, 1)
+    assert lower.putting.wait(WAIT_S)
+    store.delete([key(1)])
+    lower.may_put.set()
+    with lower.changed:
+        assert lower.changed.wait_for(lambda: lower.num_puts == 1 and lower.num_deletes == 2, WAIT_S)
+    assert store.contains([key(1)]) == [False]
+
+
+@second_use
+def test_a_tier_that_fails_gets_it_with_the_next_use(store: TieredStore, lower: LowerTier) -> None:
+    put(store, 1)
+    lower.fails = True
+    get(store, 1)
+    with lower.changed:
+        assert lower.changed.wait_for(lambda: lower.num_puts == 1, WAIT_S)
+        lower.fails = False
+    for _ in range(1000):  # the first ones may find the copy that failed still on its way
+        assert get(store, 1) == [True]
+        with lower.changed:
+            if lower.changed.wait_for(lambda: lower.contains([key(1)])[0], 0.02):
+                return
+    pytest.fail("never written")
+
+
+@evicted
+def test_what_goes_from_host_memory_is_below_and_what_stays_is_not(store: TieredStore, lower: LowerTier) -> None:
+    num_pages = num_pages_of(store)
+    cold = -(-num_pages // COLD_SHARE)
+    for number in range(num_pages - cold):
+        put(store, number)
+    assert lower.num_puts == 0
+    for number in range(num_pages - cold, num_pages + 4):  # what goes next is copied before it goes
+        put(store, number)
+        first = number - num_pages + cold
+        lower.await_keys(key(first))
+    assert store.tiers[0].store.contains([key(n) for n in range(5)]) == [False] * 4 + [True]
+    assert get(store, *range(4)) == [True] * 4
+    assert lower.contains([key(num_pages), key(num_pages + 3)]) == [False, False]
+
+
+@evicted
+def test_a_copy_is_no_use_of_what_it_copies(store: TieredStore, lower: LowerTier) -> None:
+    for number in range(num_pages_of(store)):
+        put(store, number)
+    lower.await_keys(key(0))
+    assert first_to_go(host_of(store)) == key(0)
+
+
+@evicted
+def test_what_comes_back_from_below_does_not_go_there_again(store: TieredStore, lower: LowerTier) -> None:
+    lower.put([(key(1), value(1))])
+    assert get(store, 1) == [True]
+    assert store.tiers[0].num_promoted == 1
+    assert lower.num_puts == 1
+
+
+def host_of(store: TieredStore) -> HostStore:
+    host = store.tiers[0].store
+    assert isinstance(host, HostStore)
+    return host
+
+
+def num_pages_of(store: TieredStore) -> int:
+    own = host_of(store).own
+    assert own is not None
+    return own.segment.num_pages
+
+
+def first_to_go(host: HostStore) -> bytes:
+    cold: list[Sized] = host.coldest(SIZE)
+    return cold[0][0]
+
+
+def test_recent_keys_are_forgotten_in_time_and_by_place() -> None:
+    recent = RecentKeys(num_slots=1)
+    assert b"a" not in recent
+    recent.add(b"a")
+    assert b"a" in recent
+    recent.add(b"b")  # the only place
+    assert (b"a" in recent, b"b" in recent) == (False, True)
+    recent.discard(b"a")
+    assert b"b" in recent
+    recent.discard(b"b")
+    assert b"b" not in recent
+    old = RecentKeys(valid_for_s=0.0)
+    old.add(b"a")
+    assert b"a" not in old
