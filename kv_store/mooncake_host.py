@@ -1,5 +1,6 @@
 """The engine's side of `mooncake_process.py`: starts it, opens connections to it, and ends it."""
 
+import contextlib
 import logging
 import mmap
 import os
@@ -22,9 +23,12 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0  # on a machine that is busy
 _END_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 0.1
+_MAX_STARTS = 2  # for one connection
+_MAX_CODE_BYTES = 9  # of an integer as msgpack
+_MAX_ERROR_BYTES = 64 << 10
 
 
-class Lane(Channel):
+class ClientConnection(Channel):
     """A connection to the process, and the memory that it shares with it."""
 
     def __init__(self, sock: socket.socket, arena_fd: int, what: str) -> None:
@@ -33,10 +37,17 @@ class Lane(Channel):
         self.arena: Buffer = memoryview(b"")
 
     def reserve(self, num_bytes: int) -> None:
-        """Have an arena of that many bytes at least; what is in it may go."""
+        """Have an arena of that many bytes at least; what is in it may go.
+
+        Raises:
+            StoreUnavailable: there is no memory for it.
+        """
         if num_bytes > len(self.arena):
-            os.ftruncate(self._fd, num_bytes)
-            self.arena = memoryview(mmap.mmap(self._fd, num_bytes))
+            try:
+                os.ftruncate(self._fd, num_bytes)
+                self.arena = memoryview(mmap.mmap(self._fd, num_bytes))
+            except OSError as error:
+                raise StoreUnavailable(f"{self._what}: {num_bytes} bytes to pass values through: {error}") from error
 
     def call(
         self,
@@ -49,12 +60,18 @@ class Lane(Channel):
 
         Raises:
             StoreTimeout: it did not answer by the deadline.
-            StoreUnavailable: it failed, or its process did.
+            StoreUnavailable: it failed, or its process did, or what it says is no answer.
         """
         order = msgspec.msgpack.encode(Call(verb, names, starts, sizes, len(self.arena)))
         self.send([LENGTH.pack(len(order)), order])
-        answer = self.read_exactly(*LENGTH.unpack(self.read_exactly(LENGTH.size)))
-        outcome = msgspec.msgpack.decode(answer, type=Outcome)
+        (length,) = LENGTH.unpack(self.read_exactly(LENGTH.size))
+        most = _MAX_ERROR_BYTES + _MAX_CODE_BYTES * len(names)
+        if length > most:
+            raise StoreUnavailable(f"{self._what}: its client answers with {length} bytes, of at most {most}")
+        try:
+            outcome = msgspec.msgpack.decode(self.read_exactly(length), type=Outcome)
+        except msgspec.MsgspecError as error:
+            raise StoreUnavailable(f"{self._what}: its client's answer is none: {error}") from error
         if outcome.error or len(outcome.codes) != len(names):
             raise StoreUnavailable(f"{self._what}: {outcome.error or 'an answer of another length'}")
         return outcome.codes
@@ -83,7 +100,7 @@ class MooncakeHost:
         self._is_closed = False
         self._final_error = ""
 
-    def connect(self, deadline: Deadline, connect_timeout_s: float) -> Lane:
+    def connect(self, deadline: Deadline, connect_timeout_s: float) -> ClientConnection:
         """A new connection.
 
         Raises:
@@ -94,17 +111,16 @@ class MooncakeHost:
         if not self._lock.acquire(timeout=deadline.remaining()):
             deadline.remaining()  # raises
         try:
-            control = self._running(deadline, connect_timeout_s)
             ours, theirs = socket.socketpair()
-            arena_fd = os.memfd_create("pdkv-mooncake")
-            with theirs:
-                try:
-                    socket.send_fds(control, [b"connection"], [theirs.fileno(), arena_fd])
-                except OSError as error:
-                    ours.close()
-                    os.close(arena_fd)
-                    raise StoreUnavailable(self._end("went away", error)) from error
-            return Lane(ours, arena_fd, self._what)
+            with theirs, contextlib.ExitStack() as unless_passed:
+                unless_passed.callback(ours.close)
+                arena_fd = os.memfd_create("pdkv-mooncake")
+                unless_passed.callback(os.close, arena_fd)
+                self._pass([theirs.fileno(), arena_fd], deadline, connect_timeout_s)
+                unless_passed.pop_all()
+            return ClientConnection(ours, arena_fd, self._what)
+        except OSError as error:  # no descriptors, no memory for a process
+            raise StoreUnavailable(f"{self._what}: {error}") from error
         finally:
             self._lock.release()
 
@@ -133,6 +149,19 @@ class MooncakeHost:
         with self._lock:
             self._end("is closed")
 
+    def _pass(self, fds: Sequence[int], deadline: Deadline, connect_timeout_s: float) -> None:
+        """Pass a connection's descriptors to a process that is ready; raises as `connect`."""
+        for _ in range(_MAX_STARTS):
+            control = self._running(deadline, connect_timeout_s)
+            control.settimeout(deadline.remaining())
+            try:
+                socket.send_fds(control, [b"connection"], fds)
+            except OSError as error:  # one that is killed closes its sockets before it can be waited for
+                ended, why = self._end("went away", error), error
+            else:
+                return
+        raise StoreUnavailable(ended) from why
+
     def _running(self, deadline: Deadline, connect_timeout_s: float) -> socket.socket:
         """The control socket of a process that is ready."""
         if self._is_closed:
@@ -149,16 +178,18 @@ class MooncakeHost:
         return self._control
 
     def _begin(self, local_host: str) -> None:
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-P", "-m", "pdkv.kv_store.mooncake_process", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._control, self._is_ready, self._started_at = control, False, time.monotonic()
         host, port = self._master
         start = Start(
             f"[{host}]:{port}" if ":" in host else f"{host}:{port}", local_host, self._metadata_server, self._timeout_s
         )
-        control.send(msgspec.msgpack.encode(start))
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.ExitStack() as unless_started:
+            unless_started.callback(control.close)
+            control.send(msgspec.msgpack.encode(start))
+            command = [sys.executable, "-P", "-m", "pdkv.kv_store.mooncake_process", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            unless_started.pop_all()
+        self._control, self._is_ready, self._started_at = control, False, time.monotonic()
 
     def _await_ready(self, control: socket.socket, deadline: Deadline) -> None:
         control.settimeout(deadline.remaining())
@@ -172,7 +203,10 @@ class MooncakeHost:
             raise StoreUnavailable(self._end("did not start", error)) from error
         if not answer:
             raise StoreUnavailable(self._end("ended before it was ready"))
-        ready = msgspec.msgpack.decode(answer, type=Ready)
+        try:
+            ready = msgspec.msgpack.decode(answer, type=Ready)
+        except msgspec.MsgspecError as error:
+            raise StoreUnavailable(f"{self._end('did not start')}: {error}") from error
         if ready.error:
             self._end("is not ready")
             message = f"{self._what}: {ready.error}"

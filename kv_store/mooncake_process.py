@@ -39,6 +39,7 @@ TRANSFER_FAILED = -800
 _QUIET = frozenset({NO_ROOM, BAD_SIZE, NOT_READY, FOUND_NONE, -705, -706, LEASE_EXPIRED, RPC_FAILED, RPC_TIMED_OUT})
 """Failures after which nothing of the call is under way any more; a transfer that failed may still write."""
 
+_MAX_REASON = 512  # characters; a longer message of the control socket would be cut
 _MAX_ARENAS = 32  # more than calls of an engine at a time; those count whose call hangs, and may still write to them
 _LEAST_TIMEOUT_S = 5.0  # within which a client that hangs comes back
 
@@ -115,7 +116,8 @@ def _open_client(start: Start) -> tuple[Any, Ready]:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
         hint = ", which RDMA's user space has: apt install libibverbs1" if "libibverbs" in str(error) else ""
-        return None, Ready(f"the library of mooncake cannot be loaded: {error}{hint}", is_final=True)
+        reason = str(error)[:_MAX_REASON]
+        return None, Ready(f"the library of mooncake cannot be loaded: {reason}{hint}", is_final=True)
     client = MooncakeDistributedStore()
     setup = {
         "local_hostname": start.local_host,

@@ -15,7 +15,7 @@ from pdkv.errors import ConfigError, StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store import mooncake_process as mooncake
 from pdkv.kv_store.base import PART_BYTES, Arrived, Buffer, TellingStore
 from pdkv.kv_store.connections import ConnectionPool, Deadline
-from pdkv.kv_store.mooncake_host import Lane, MooncakeHost
+from pdkv.kv_store.mooncake_host import ClientConnection, MooncakeHost
 from pdkv.kv_store.mooncake_process import Verb
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.pipeline import ByteBudget
@@ -53,8 +53,8 @@ class MooncakeStore(TellingStore):
         self._pool = ConnectionPool(self._connect, self.what)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        def operation(lane: Lane) -> list[bool]:
-            codes = self._call(lane, "contains", [_name(key) for key in keys])
+        def operation(connection: ClientConnection) -> list[bool]:
+            codes = self._call(connection, "contains", [_name(key) for key in keys])
             return [self._check(code) == 1 for code in codes]
 
         return self._run(operation) if keys else []
@@ -63,13 +63,13 @@ class MooncakeStore(TellingStore):
         sizes = [buffer.nbytes + 1 for buffer in out]
         found = [False] * len(keys)
 
-        def receive(lane: Lane, part: range, starts: Sequence[int]) -> None:
+        def receive(connection: ClientConnection, part: range, starts: Sequence[int]) -> None:
             names = [_name(keys[index]) for index in part]
-            codes = self._call(lane, "get", names, starts, [sizes[index] for index in part])
+            codes = self._call(connection, "get", names, starts, [sizes[index] for index in part])
             for index, start, code in zip(part, starts, codes, strict=True):
                 found[index] = code not in _MISSES and self._check(code) == sizes[index]
                 if found[index]:
-                    _copy(lane.arena[start : start + out[index].nbytes], out[index], partial(arrived, index))
+                    _copy(connection.arena[start : start + out[index].nbytes], out[index], partial(arrived, index))
 
         self._move(sizes, receive)
         return found
@@ -77,12 +77,12 @@ class MooncakeStore(TellingStore):
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         sizes = [value.nbytes + 1 for _, value in items]
 
-        def send(lane: Lane, part: range, starts: Sequence[int]) -> None:
+        def send(connection: ClientConnection, part: range, starts: Sequence[int]) -> None:
             for index, start in zip(part, starts, strict=True):
                 value = items[index][1]
-                lane.arena[start : start + value.nbytes] = value
+                connection.arena[start : start + value.nbytes] = value
             names = [_name(items[index][0]) for index in part]
-            for code in self._call(lane, "put", names, starts, [sizes[index] for index in part]):
+            for code in self._call(connection, "put", names, starts, [sizes[index] for index in part]):
                 if code == mooncake.NO_ROOM:
                     raise StoreFull(f"{self.what} has no room: what is lent to it is full, or nothing is")
                 self._check(code)
@@ -90,8 +90,8 @@ class MooncakeStore(TellingStore):
         self._move(sizes, send)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        def operation(lane: Lane) -> None:
-            for code in self._call(lane, "delete", [_name(key) for key in keys]):
+        def operation(connection: ClientConnection) -> None:
+            for code in self._call(connection, "delete", [_name(key) for key in keys]):
                 if code != mooncake.FOUND_NONE:
                     self._check(code)
 
@@ -102,27 +102,27 @@ class MooncakeStore(TellingStore):
         self._pool.close()
         self._host.close()
 
-    def _move(self, sizes: Sequence[int], move: Callable[[Lane, range, Sequence[int]], None]) -> None:
-        """Call `move(lane, indices, their places in the arena)` for one part of the batch after the other."""
+    def _move(self, sizes: Sequence[int], move: Callable[[ClientConnection, range, Sequence[int]], None]) -> None:
+        """Call `move(connection, indices, their places in the arena)` for one part of the batch after the other."""
         if not sizes:
             return
 
-        def operation(lane: Lane) -> None:
+        def operation(connection: ClientConnection) -> None:
             parts = list(_parts(sizes, self.options.max_bytes_in_flight))
-            lane.reserve(max(_end(sizes[part.start : part.stop]) for part in parts))
+            connection.reserve(max(_end(sizes[part.start : part.stop]) for part in parts))
             for part in parts:
                 starts = [0, *accumulate(_aligned(sizes[index]) for index in part[:-1])]
                 num_bytes = sum(sizes[index] for index in part)
-                self._budget.acquire(num_bytes, lane.deadline)
+                self._budget.acquire(num_bytes, connection.deadline)
                 try:
-                    move(lane, part, starts)
+                    move(connection, part, starts)
                 finally:
                     self._budget.release(num_bytes)
 
         self._run(operation)
 
-    def _run(self, operation: Callable[[Lane], T]) -> T:
-        """Run it on a lane.
+    def _run(self, operation: Callable[[ClientConnection], T]) -> T:
+        """Run it on a connection.
 
         Raises:
             StoreTimeout: it is not done in time.
@@ -135,17 +135,22 @@ class MooncakeStore(TellingStore):
             raise
 
     def _call(
-        self, lane: Lane, verb: Verb, names: Sequence[str], starts: Sequence[int] = (), sizes: Sequence[int] = ()
+        self,
+        connection: ClientConnection,
+        verb: Verb,
+        names: Sequence[str],
+        starts: Sequence[int] = (),
+        sizes: Sequence[int] = (),
     ) -> Sequence[int]:
-        """`lane.call`, again for each connection that the client had to a master which is gone."""
+        """`connection.call`, again for each connection that the client had to a master which is gone."""
         for _ in range(_MAX_STALE_CONNECTIONS):
-            codes = lane.call(verb, names, starts, sizes)
+            codes = connection.call(verb, names, starts, sizes)
             if mooncake.RPC_FAILED not in codes:
                 return codes
             self._host.probe()  # raises where there is no new one
         raise StoreUnavailable(f"{self.what} does not answer as Mooncake's master does")
 
-    def _connect(self, deadline: Deadline) -> Lane:
+    def _connect(self, deadline: Deadline) -> ClientConnection:
         return self._host.connect(deadline, self.options.connect_timeout_s)
 
     def _check(self, code: int) -> int:

@@ -30,7 +30,9 @@ _WAIT_S = 20
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[MooncakeServer]:
-    with MooncakeServer(32 * MIB, "--put_start_discard_timeout_sec=1", "--default_kv_lease_ttl=100") as running:
+    """Its lender may stand still for long without losing its place, and a busy machine may let it."""
+    flags = "--put_start_discard_timeout_sec=1", "--default_kv_lease_ttl=100", "--client_ttl=60"
+    with MooncakeServer(32 * MIB, *flags) as running:
         yield running
 
 
@@ -78,17 +80,18 @@ def client_of(store: KVStore) -> "subprocess.Popen[bytes]":
 
 
 def test_values_of_a_lender_that_died_are_misses_and_another_takes_its_place(
-    server: MooncakeServer, store: KVStore, key: Callable[[int], bytes]
+    open_: Open, key: Callable[[int], bytes]
 ) -> None:
-    put(store, key(0))
-    server.lender.kill()
-    assert not get(store, key(0))  # whether or not the master knows by then
-    until(lambda: store.contains([key(0)]) == [False])
-    with pytest.raises(StoreFull, match="full, or nothing is"):
-        put(store, key(1))
-    server.lender.start()
-    until(lambda: succeeds(put, store, key(1)))
-    assert get(store, key(1))
+    with MooncakeServer(16 * MIB) as server:
+        store = open_(server.url)
+        until(lambda: succeeds(put, store, key(0)))
+        server.lender.kill()
+        assert not get(store, key(0))  # whether or not the master knows by then
+        until(lambda: store.contains([key(0)]) == [False])
+        with pytest.raises(StoreFull, match="full, or nothing is"):
+            put(store, key(1))
+        server.lender.start()
+        until(lambda: succeeds(put, store, key(1)) and get(store, key(1)))
 
 
 def test_a_lender_that_stands_still_is_a_timeout(
@@ -100,7 +103,7 @@ def test_a_lender_that_stands_still_is_a_timeout(
     with server.lender.stopped():
         with pytest.raises(StoreTimeout):
             get(store, key(0))
-        assert isinstance(store.contains([key(0)])[0], bool)
+        until(lambda: store.contains([key(0)]) == [True])
     until(lambda: succeeds(put, store, key(1)) and get(store, key(1)))
 
 
@@ -118,7 +121,10 @@ def test_full_is_said_and_what_is_old_goes(server: MooncakeServer, store: KVStor
     assert 10 < sum(there) <= 32
     assert not any(there[number] for number in refused)
     assert not get(store, key(1000), 33 * MIB)
-    assert all(get(store, key(number)) for number, found in enumerate(there) if found)
+    found = [get(store, key(number)) for number in range(48)]  # some of those that were there may have gone since
+    assert sum(found) > 10
+    assert not any(found[number] for number in refused)
+    store.delete([key(number) for number in range(48)])
 
 
 def test_a_client_that_is_killed_is_replaced(store: KVStore, key: Callable[[int], bytes]) -> None:
@@ -132,6 +138,19 @@ def test_a_client_that_is_killed_is_replaced(store: KVStore, key: Callable[[int]
         reading = pool.submit(get, store, key(0))
         client_of(store).kill()
         assert reading.result(_WAIT_S)
+
+
+def test_a_client_that_dies_as_it_is_given_a_connection_is_replaced(
+    store: KVStore, key: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sockets are closed before it can be waited for."""
+    until(lambda: succeeds(put, store, key(0)))
+    first = client_of(store)
+    first.kill()
+    first.wait()
+    monkeypatch.setattr(first, "poll", lambda: None)
+    assert get(store, key(0))
+    assert client_of(store) is not first
 
 
 def test_a_writer_killed_in_mid_value_leaves_nothing_visible(
