@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.engine.attention.backend import to_tensor
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows
 from pdkv.engine.plan import ScheduledRequest, StepFailure
+from pdkv.engine.readback import Read, read_here
 from pdkv.errors import NonFiniteLogits
 from pdkv.kernels.kv_copy import FP8, raw
 from pdkv.models.decoder import Attend
@@ -41,8 +43,10 @@ def usable_rows(logits: torch.Tensor) -> torch.Tensor:
 class FiniteCheck:
     """One step's findings."""
 
-    def __init__(self, inputs: StepInputs) -> None:
+    def __init__(self, inputs: StepInputs, read: Read = read_here) -> None:
+        """`read`: from the model's device."""
         self._inputs = inputs
+        self._read = read
         self._num_rows = len(inputs.positions)
         self._finite: torch.Tensor | None = None  # (n,) so far
         self._rejected: IntArray = np.zeros(0, np.int64)  # rows of wrong guesses
@@ -62,7 +66,8 @@ class FiniteCheck:
 
     def look_at_prompt_logits(self, logits: torch.Tensor, request: int) -> None:
         """Logits (m, vocab) of the step's request."""
-        if not bool(usable_rows(logits).all()):
+        [usable] = self._read([usable_rows(logits)])
+        if not usable.all():
             self._unusable.add(request)
 
     def look_at_logits(self, logits: torch.Tensor, drawn: DrawRows, counts: IntArray) -> None:
@@ -71,7 +76,8 @@ class FiniteCheck:
         """
         kept = drawn.kept(np.maximum(counts, 1))
         self._rejected = drawn.rows[~kept]
-        unusable = ~usable_rows(logits).cpu().numpy() & kept
+        [usable] = self._read([usable_rows(logits)])
+        unusable = ~usable & kept
         owners = np.searchsorted(drawn.starts, np.flatnonzero(unusable), side="right") - 1
         self._unusable.update(drawn.requests[owners].tolist())
 
@@ -80,7 +86,8 @@ class FiniteCheck:
     ) -> dict[RequestKey, StepFailure]:
         """The requests that fail, each with those of its full blocks that hold NaN or infinity."""
         assert self._finite is not None, "a step has layers"
-        bad = ~self._finite.cpu().numpy()
+        [finite] = self._read([self._finite])
+        bad = ~finite
         bad[self._rejected] = False
         failing = self._unusable
         if bad.any():
@@ -90,15 +97,14 @@ class FiniteCheck:
         for i in sorted(failing):
             num_full = int(self._inputs.seq_lens[i]) // batch.block_size
             blocks = np.unique(batch.block_tables[:, self._inputs.slots[i], :num_full])
-            failures[scheduled[i].key] = StepFailure(NonFiniteLogits.code, _MESSAGE, _bad_blocks(kv_pool, blocks))
+            failures[scheduled[i].key] = StepFailure(NonFiniteLogits.code, _MESSAGE, self._bad_blocks(kv_pool, blocks))
         return failures
 
-
-def _bad_blocks(kv_pool: torch.Tensor, blocks: NDArray[np.integer]) -> list[int]:
-    bad: list[int] = []
-    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
-        some = torch.from_numpy(blocks[start : start + _BLOCKS_AT_ONCE].astype(np.int64))
-        found = raw(kv_pool).index_select(0, some.to(kv_pool.device)).view(kv_pool.dtype)
-        finite = finite_rows((found.float() if found.dtype == FP8 else found).flatten(1)).cpu()
-        bad += some[~finite].tolist()
-    return bad
+    def _bad_blocks(self, kv_pool: torch.Tensor, blocks: NDArray[np.integer]) -> list[int]:
+        bad: list[int] = []
+        for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            some = blocks[start : start + _BLOCKS_AT_ONCE].astype(np.int64)
+            found = raw(kv_pool).index_select(0, to_tensor(some, kv_pool.device)).view(kv_pool.dtype)
+            [finite] = self._read([finite_rows((found.float() if found.dtype == FP8 else found).flatten(1))])
+            bad += some[~finite].tolist()
+        return bad

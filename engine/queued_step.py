@@ -123,3 +123,7 @@ class DeviceQueue:
         """Behind the step's work: take what the host wants of it there."""
         results = self._readback.begin([tokens, *(() if logprobs is None else logprobs.tensors)])
         return Draws(requests, rows, logprobs, results)
+
+    def read_now(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+        """In the midst of a step: wait for what it has been given so far. Raises RankTimeout."""
+        return self._readback.read(tensors)

@@ -1,7 +1,7 @@
 """What the host wants of a step: copied to pinned memory behind the step's work, and one event behind the copies."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,14 @@ _SLAB_BYTES = 1 << 18
 """At first: 512 tokens with 20 logprobs each are half of it."""
 
 _ALIGNMENT = 16
+
+Read = Callable[[Sequence[torch.Tensor]], list[NDArray[Any]]]
+"""What tensors of the model's device hold when all that was queued there is done. Raises RankTimeout."""
+
+
+def read_here(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+    """Of tensors in host memory, in which all has been done."""
+    return [tensor.numpy() for tensor in tensors]
 
 
 class _Slab:
@@ -72,17 +80,27 @@ class Results:
 
 
 class Readback:
-    """Of one device. The results of two steps may be on their way, each in memory of its own."""
+    """Of one device. The results of two steps may be on their way, each in memory of its own; and what a step reads
+    before its end has a third one.
+    """
 
     def __init__(self, streams: Streams, timeout_s: float) -> None:
         """`timeout_s`: how long behind its launch a step may end."""
         self._slabs = [_Slab(streams), _Slab(streams)]
+        self._slab_within = _Slab(streams)
         self._timeout_s = timeout_s
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> Results:
         """Queue copies of tensors on the device, behind all that the current stream was given."""
         slab = self._slabs[0]
         self._slabs.reverse()
+        return self._queue(slab, tensors)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+        """In the midst of a step: wait for all that the current stream was given. Raises RankTimeout."""
+        return self._queue(self._slab_within, tensors).read()
+
+    def _queue(self, slab: _Slab, tensors: Sequence[torch.Tensor]) -> Results:
         copies = slab.take(tensors)
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)

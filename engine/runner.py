@@ -21,6 +21,7 @@ from pdkv.engine.masks import GrammarMasks
 from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.queued_step import DeviceQueue, Draws, QueuedStep, tokens_of
+from pdkv.engine.readback import Read, read_here
 from pdkv.engine.sampling.logit_processors import TokenMasks
 from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
@@ -99,11 +100,12 @@ class ModelRunner:
         if decode_sizes and self._attention.pads_decodes:
             self._decodes = DecodeSteps(model, self._attention, decode_sizes)
         self._recorder = recorder
-        self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors)
-        self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
-        self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
         streams = streams_of(model.device)
         self._queue = None if streams.is_host else DeviceQueue(max_num_seqs, model.device, streams, timeout_s)
+        self._read: Read = read_here if self._queue is None else self._queue.read_now
+        self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors, self._read)
+        self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
+        self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
 
     def warm_up(self, max_num_tokens: int = 0) -> None:
         """Run steps in blocks that nobody uses yet, and capture those that can be.
@@ -200,7 +202,7 @@ class ModelRunner:
             return self._queue_inputs(self._queue, inputs, attend)
         if not self._check_finite:
             return self._compute_inputs(inputs, attend, None)
-        check = FiniteCheck(inputs)
+        check = FiniteCheck(inputs, self._read)
         computed = self._compute_inputs(inputs, check.around(attend), check)
         failed = check.failures(scheduled, self._batch, self._kv_pool)
         return computed._replace(failed={**computed.failed, **failed}) if failed else computed

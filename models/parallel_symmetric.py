@@ -65,8 +65,10 @@ class SymmetricRanks(TensorParallel):
         self._group.set_timeout(timeout_s)
 
     def close(self) -> None:
-        self._sums.release()
-        self._group.close()
+        try:
+            self._sums.release()
+        finally:  # a device that answers no more may not keep the group open
+            self._group.close()
 
 
 class CudaSums(SharedSums):
@@ -94,6 +96,9 @@ class CudaSums(SharedSums):
         self._shard = shard
         self._streams = streams_of(device)
         self._has_multicast = bool(self._handle.multicast_ptr)  # all ranks' or nobody's
+        # What `release` launches is loaded now: the driver may load no kernel while another one spins. Nobody has
+        # given a signal yet, since no sum begins before all ranks are here.
+        self._pad(shard.rank).fill_(0)
 
     def add_up(self, part: torch.Tensor, out: torch.Tensor) -> None:
         ops = torch.ops.symm_mem
@@ -107,7 +112,7 @@ class CudaSums(SharedSums):
         """
         done, given, signals = self._streams.make_event(), self._streams.make_event(), self._streams.make_stream()
         done.record()
-        pads = [self._handle.get_signal_pad(rank, dtype=torch.int32) for rank in range(self._shard.size)]
+        pads = [self._pad(rank) for rank in range(self._shard.size)]
         deadline = time.monotonic() + _RELEASE_TIMEOUT_S
         while not done.query():
             if time.monotonic() > deadline:
@@ -118,6 +123,11 @@ class CudaSums(SharedSums):
                     pad.fill_(1 if rank == self._shard.rank else 0)
                 given.record()
             given.synchronize(_RELEASE_TIMEOUT_S)
+
+    def _pad(self, rank: int) -> torch.Tensor:
+        """Signals of the others to a rank: int32, not 0 where one is given that was not taken."""
+        pad: torch.Tensor = self._handle.get_signal_pad(rank, dtype=torch.int32)
+        return pad
 
 
 def over_symmetric_memory(

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdkv.engine.plan import NewRequest, StepFailure
+from pdkv.engine.readback import Read, read_here
 from pdkv.errors import InvalidRequest, LogitsProcessorFailed
 from pdkv.log_limit import LogLimit
 from pdkv.logits_processors import NO_PROCESSORS, LogitsProcessor, ProcessorSet, refused
@@ -19,8 +20,10 @@ logger = logging.getLogger(__name__)
 class CustomProcessors:
     """Those of each slot. What one of them does wrong fails the rows of its own request."""
 
-    def __init__(self, processors: ProcessorSet = NO_PROCESSORS) -> None:
+    def __init__(self, processors: ProcessorSet = NO_PROCESSORS, read: Read = read_here) -> None:
+        """`read`: from the logits' device."""
         self._processors = processors
+        self._read = read
         self._slots: dict[int, dict[str, LogitsProcessor] | StepFailure] = {}
         self._log_limit = LogLimit()
 
@@ -64,8 +67,7 @@ class CustomProcessors:
         Returns:
             By row, why it failed: all of its tokens are forbidden then.
         """
-        has_forbidden = (logits.amin(dim=1) == -torch.inf).tolist()
-        was_sound = _is_sound(logits)
+        has_forbidden, was_sound = self._read([logits.amin(dim=1) == -torch.inf, _is_sound(logits)])
         failures: dict[int, StepFailure] = {}
         shares = zip(rows.tolist(), slots.tolist(), num_prompt.tolist(), num_tokens.tolist(), strict=True)
         for row, slot, first, stop in shares:
@@ -76,7 +78,7 @@ class CustomProcessors:
                 failures[row] = failure
             if forbidden is not None:
                 own.masked_fill_(forbidden, -torch.inf)
-        is_sound = _is_sound(logits)
+        [is_sound] = self._read([_is_sound(logits)])
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             if was_sound[row] and not is_sound[row] and row not in failures:
                 failures[row] = self._failure(self._names(slot), ValueError("the logits became NaN or +inf"))
@@ -112,10 +114,9 @@ class CustomProcessors:
         return StepFailure(LogitsProcessorFailed.code, text)
 
 
-def _is_sound(logits: torch.Tensor) -> list[bool]:
+def _is_sound(logits: torch.Tensor) -> torch.Tensor:
     """By row, whether there is no NaN and no +inf."""
-    sound: list[bool] = (logits.amax(dim=1) < torch.inf).tolist()  # the largest of some with NaN is NaN
-    return sound
+    return logits.amax(dim=1) < torch.inf  # the largest of some with NaN is NaN
 
 
 def _checked(result: object, expected: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdkv.engine.attention.backend import to_tensor
+from pdkv.engine.readback import Read, read_here
 from pdkv.engine.sampling.draw import largest
 from pdkv.wire.messages import TokenLogprob
 
@@ -38,19 +39,23 @@ class QueuedLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    logits: torch.Tensor, token_ids: NDArray[np.int64], num_top: Sequence[int] | NDArray[np.int64]
+    logits: torch.Tensor,
+    token_ids: NDArray[np.int64],
+    num_top: Sequence[int] | NDArray[np.int64],
+    read: Read = read_here,
 ) -> list[TokenLogprob]:
     """Natural-log probabilities, by a float32 log-softmax of logits (m, vocab), one entry per row.
 
     Args:
         token_ids: (m,) the token whose logprob and rank are asked for.
         num_top: (m,) how many of the likeliest tokens to add; among equals the lowest ids come first.
+        read: from the logits' device, which is awaited.
     """
     result: list[TokenLogprob] = []
     for rows in _chunks(logits):
         own, most = token_ids[rows], np.asarray(num_top[rows])
         found = _gather(logits[rows], to_tensor(own, logits.device), int(most.max(initial=0)))
-        result += _entries(own, most, found)
+        result += _entries(own, most, read(found))
     return result
 
 
@@ -83,7 +88,7 @@ def _gather(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprob
 
 
 def _entries(
-    token_ids: NDArray[np.int64], num_top: NDArray[np.int64], found: Sequence[torch.Tensor | NDArray[Any]]
+    token_ids: NDArray[np.int64], num_top: NDArray[np.int64], found: Sequence[NDArray[Any]]
 ) -> list[TokenLogprob]:
     """`found`: as in LogprobTensors."""
     columns = token_ids.tolist(), num_top.tolist(), *(column.tolist() for column in found)

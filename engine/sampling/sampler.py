@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pdkv.engine.attention.backend import to_tensor
 from pdkv.engine.plan import NewRequest, StepFailure
+from pdkv.engine.readback import Read, read_here
 from pdkv.engine.sampling.checks import check_for_vocab
 from pdkv.engine.sampling.custom import CustomProcessors
 from pdkv.engine.sampling.draw import DrawParams, argmax, draw
@@ -65,10 +66,13 @@ class SamplingState:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         processors: ProcessorSet = NO_PROCESSORS,
+        read: Read = read_here,
     ) -> None:
+        """`read`: from the logits' device, where the host needs something before the step ends."""
+        self._read = read
         self.failures: Mapping[int, StepFailure] = {}
         """Of the last `choose`, by row: whose logits processor failed. No token is chosen there."""
-        self._custom = CustomProcessors(processors)
+        self._custom = CustomProcessors(processors, read)
         self._vocab_size = vocab_size
         host.can_draw()  # now: a step must not need a file, which an engine without descriptors cannot open
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
@@ -203,7 +207,7 @@ class SamplingState:
     ) -> list[TokenLogprob]:
         """Logprobs of prompt tokens: row i of logits (m, vocab) predicts target_token_ids[i]."""
         targets = target_token_ids.astype(np.int64)
-        return token_logprobs(logits, targets, np.full(len(targets), num_top, np.int64))
+        return token_logprobs(logits, targets, np.full(len(targets), num_top, np.int64), self._read)
 
     def _process(
         self,

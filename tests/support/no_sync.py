@@ -189,6 +189,8 @@ class DeviceTensors(TorchFunctionMode):
             return _item(func, args)
         if func is torch.Tensor.copy_ and isinstance(args[0], DeviceTensor):
             return _copy(torch.ops.aten.copy_.default, args, kwargs)
+        if func is torch.Tensor.__invert__:  # torch would ask CUDA which device is current
+            func = torch.Tensor.bitwise_not
         is_pinned_wanted = kwargs.pop("pin_memory", False)
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             return DeviceTensor(func(*args, **{**kwargs, "device": "cpu"}))
