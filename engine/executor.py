@@ -132,6 +132,40 @@ def resolve_device(config: EngineConfig, shard: Shard = WHOLE) -> torch.device:
     return torch.device("cuda", devices[shard.rank])
 
 
+def _prepare_process(device: torch.device, num_threads: int | None) -> None:
+    """Set what torch computes with in this process. `num_threads`: None leaves it as it is."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what names no number means this one
+    if device.type == "cpu":
+        keep_freed_memory()
+        bound_kernel_caches()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def _make_layout(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    device: torch.device,
+    shard: Shard,
+    weights: WeightFiles | None,
+    *,
+    grouped: bool,
+) -> KVLayout:
+    """Of one rank, for a model computed in `dtype`."""
+    kv_dtype = resolve_kv_dtype(config, dtype, device)
+    kv_scales = () if kv_dtype == dtype else read_kv_scales(config.model, model_config.num_layers, weights)
+    return make_layout(
+        model_config,
+        block_size=config.block_size,
+        dtype=kv_dtype,
+        shard=shard,
+        grouped=grouped,
+        kv_scales=kv_scales,
+    )
+
+
 class InProcessExecutor(ModelExecutor):
     """One rank in this process: the only one, or one that takes its part in the forward passes of several."""
 
@@ -162,37 +196,21 @@ class InProcessExecutor(ModelExecutor):
             RankError: another rank failed.
         """
         shard = self.shard = parallel.shard
-        self.device = resolve_device(config, shard)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # what names no number means this one
-        if self.device.type == "cpu":
-            keep_freed_memory()
-            bound_kernel_caches()
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        dtype = resolve_dtype(config, model_config, self.device)
-        self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
-        kv_dtype = resolve_kv_dtype(config, dtype, self.device)
-        self.layout = make_layout(
-            model_config,
-            block_size=config.block_size,
-            dtype=kv_dtype,
-            shard=shard,
-            grouped=grouped,
-            kv_scales=() if kv_dtype == dtype else read_kv_scales(config.model, model_config.num_layers, weights),
-        )
+        self._config, self._parallel = config, parallel
         self._max_num_batched_tokens = max_num_batched_tokens
         self._hit_tokens = hit_tokens
         self._proposer = proposer
         self._processors = processors
+        self._runner: ModelRunner | None = None
+        self._worker: WorkerConnector | None = None
+        self.device = resolve_device(config, shard)
+        _prepare_process(self.device, config.threads)
+        dtype = resolve_dtype(config, model_config, self.device)
+        self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
+        self.layout = _make_layout(model_config, config, dtype, self.device, shard, weights, grouped=grouped)
         size_bytes = pool_bytes(config, self.device)
         if size_bytes is not None:
-            self._size_pool(config, size_bytes)  # before the weights, which may take minutes
-        self._max_num_seqs = config.max_num_seqs
-        self._check_finite = config.check_finite
-        self._attention_backend = config.attention_backend
-        self._rank_timeout_s = config.rank_timeout_s
-        self._parallel = parallel
+            self._size_pool(size_bytes)  # before the weights, which may take minutes
         self._model = load_decoder(
             config.model,
             model_config,
@@ -203,18 +221,16 @@ class InProcessExecutor(ModelExecutor):
             weights=weights,
             linears=config.cpu_linears,
         )
-        self._decode_sizes = decode_sizes(config.max_num_seqs)
+        on_cpu = self.device.type == "cpu"
+        self._decode_sizes = () if on_cpu else decode_sizes(config.max_num_seqs)
         self._recorder = make_recorder(self.device, enforce_eager=config.enforce_eager, num_ranks=shard.size)
         if size_bytes is None:
-            self._size_pool(config, self._profile(config))
-        self._threads: StepThreads | None = None
-        if self.device.type == "cpu":
-            self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size)
-        self._runner: ModelRunner | None = None
-        self._worker: WorkerConnector | None = None
+            self._size_pool(self._profile())
+        self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size) if on_cpu else None
 
-    def _profile(self, config: EngineConfig) -> int:
+    def _profile(self) -> int:
         """Bytes that a GPU has for KV."""
+        config = self._config
         return profiled_bytes(
             self._model,
             self.layout,
@@ -227,11 +243,10 @@ class InProcessExecutor(ModelExecutor):
             num_graphs=0 if self._recorder is None else len(self._decode_sizes),
         )
 
-    def _size_pool(self, config: EngineConfig, size_bytes: int) -> None:
+    def _size_pool(self, size_bytes: int) -> None:
         self.num_blocks = num_blocks_that_fit(self.layout, size_bytes)
-        self.max_model_len = length_that_fits(
-            config, self.layout, self.num_blocks, self.max_model_len, self._max_num_batched_tokens, self._hit_tokens
-        )
+        most = self.max_model_len, self._max_num_batched_tokens, self._hit_tokens
+        self.max_model_len = length_that_fits(self._config, self.layout, self.num_blocks, *most)
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
         if kv_pool is None:
@@ -239,28 +254,28 @@ class InProcessExecutor(ModelExecutor):
         check_pool(kv_pool, self.layout, self.num_blocks)
         if worker is not None:
             worker.register_kv_caches(kv_pool)
-        self._worker = worker
+        config, self._worker = self._config, worker
         self._runner = ModelRunner(
             self._model,
             kv_pool,
             self.layout,
-            max_num_seqs=self._max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             worker=worker,
             reports=self.shard.rank == 0,
-            check_finite=self._check_finite,
+            check_finite=config.check_finite,
             proposer=self._proposer,
             processors=self._processors,
-            attention_backend=self._attention_backend,
+            attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             recorder=self._recorder,
-            timeout_s=self._rank_timeout_s,
+            timeout_s=config.rank_timeout_s,
         )
         self._runner.warm_up(0 if self.device.type == "cpu" else self._max_num_batched_tokens)
         if self.device.type == "cpu":
             rows_each = 1 if self._proposer is None else 1 + self._proposer.num_tokens
-            take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, self._max_num_seqs * rows_each))
-        self._parallel.set_timeout(self._rank_timeout_s)  # until here ranks start, each at its own pace
+            take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, config.max_num_seqs * rows_each))
+        self._parallel.set_timeout(config.rank_timeout_s)  # until here ranks start, each at its own pace
         return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]
 
     def execute(self, plan: StepPlan) -> StepOutput:

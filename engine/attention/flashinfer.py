@@ -45,7 +45,8 @@ class FlashInferAttention(CudaAttention):
         self._streams = streams_of(kv_pool.device)
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
         # Longest unused first. Two take turns; where the host is further ahead there are more.
-        self._wrappers = {kind: deque(self._make_wrapper() for _ in range(2)) for kind in self._kinds}
+        kinds = dict.fromkeys(self._kinds)
+        self._wrappers = {kind: deque(self._make_wrapper() for _ in range(2)) for kind in kinds}
         self._planned: dict[_Kind, Any] = {}  # of the step, if it is FlashInfer's
 
     def prepare(

@@ -8,6 +8,7 @@ import torch
 
 from pdkv.engine.attention.backend import AttentionBackend, Layer
 from pdkv.engine.attention.cpu import CpuAttention
+from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.errors import ConfigError
 from pdkv.kernels.kv_copy import FP8
 
@@ -17,8 +18,8 @@ AttentionName = Literal["auto", "triton", "flashinfer"]
 
 
 def on_device(kv_pool: torch.Tensor) -> bool:
-    """Whether the pool is for a device's attention: what computes from FP8 does so anywhere."""
-    return kv_pool.is_cuda or kv_pool.dtype == FP8
+    """Whether a device's kernels attend to the pool."""
+    return kv_pool.is_cuda
 
 
 def make_backend(
@@ -38,8 +39,9 @@ def make_backend(
     if not on_device(kv_pool):
         if name != "auto":
             raise ConfigError(f"attention_backend {name!r} is for GPUs, and this engine computes on the CPU")
+        if kv_pool.dtype == FP8:  # which the references of the kernels read
+            return CudaAttention(kv_pool, num_heads, layers)
         return CpuAttention(kv_pool, num_heads, layers)
-    from pdkv.engine.attention.cuda import CudaAttention
     from pdkv.engine.attention.flashinfer_check import make_flashinfer
 
     if name != "triton":

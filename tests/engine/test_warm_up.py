@@ -1,11 +1,17 @@
-"""The steps before an engine is ready: which kernels of 4-bit layers they compile."""
+"""The steps before an engine is ready: which kernels of 4-bit layers they compile, and where none are padded."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from small_models import make_hf_model
 
+from pdkv.config import EngineConfig
+from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.warm_up import WarmUp
 from pdkv.kernels.int4_weight import CHUNK, PLANE, Int4Weight
 from pdkv.kernels.linear_int4_triton import _Tiles
+from pdkv.models.config import load_model_config
 
 
 def weight_of(outputs: int, inputs: int) -> Int4Weight:
@@ -31,3 +37,16 @@ def test_every_kernel_of_a_4_bit_layer_is_compiled_before_an_engine_is_ready(
     steps = [sum(each.num_scheduled for each in plan.scheduled) for plan in limits.on_device(2048)]
     assert max(steps) <= 2048
     assert {kernel(rows) for rows in range(1, 256)} <= {kernel(rows) for rows in steps if 0 < rows < 256}
+
+
+def test_on_a_cpu_no_decode_step_is_padded(tmp_path: Path) -> None:
+    """Over KV in FP8 neither, though its attention could."""
+    model = make_hf_model(tmp_path, "llama", "float32")
+    config = EngineConfig(model=model, device="cpu", threads=1, kv_cache_dtype="fp8", kv_cache_memory=1 << 20)
+    executor = InProcessExecutor(load_model_config(model), config, max_num_batched_tokens=64)
+    executor.attach(None, None)
+    runner = executor._runner
+    assert runner is not None
+    assert runner._attention.pads_decodes
+    assert runner._decodes is None
+    executor.shutdown()

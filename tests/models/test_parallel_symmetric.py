@@ -13,6 +13,7 @@ import pytest
 import torch
 from rank_threads import on_ranks
 
+from pdkv.errors import TransferTimeout
 from pdkv.models import parallel_symmetric
 from pdkv.models.parallel import DeviceRanks, TensorParallel
 from pdkv.models.parallel_symmetric import MAX_BYTES, CudaSums, SharedSums, SymmetricRanks, over_symmetric_memory
@@ -170,6 +171,22 @@ def test_the_group_and_the_memory_are_left_together() -> None:
     assert left == ["3.0 s", "memory", "group"]  # an abort may wait for what waits for signals
 
 
+def test_the_group_is_left_though_the_device_answers_no_more() -> None:
+    left: list[str] = []
+
+    class Sums(SharedSums):
+        def add_up(self, part: torch.Tensor, out: torch.Tensor) -> None:
+            raise AssertionError
+
+        def release(self) -> None:
+            raise TransferTimeout("the device has not come to an event within 2 s")
+
+    group: Any = SimpleNamespace(shard=Shard(0, 2), close=lambda: left.append("group"))
+    with pytest.raises(TransferTimeout):
+        SymmetricRanks(group, Sums()).close()
+    assert left == ["group"]
+
+
 class Waiting:
     """A kernel that waits for the other rank's signal and then for room for its own, as torch's do; in a thread."""
 
@@ -231,3 +248,20 @@ def test_torch_has_what_symmetric_memory_is_made_of() -> None:
     schemas.append(torch.ops.symm_mem.one_shot_all_reduce.default._schema)
     names = ["input", "reduce_op", "group_name"]
     assert [[argument.name for argument in schema.arguments] for schema in schemas] == [names, names]
+
+
+def test_the_kernel_that_releases_is_launched_before_any_other_can_spin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the rank's own signals, of which there are none yet. Of torch's memory the group alone is real here."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C import _distributed_c10d
+
+    pads = [torch.full((4,), 9, dtype=torch.int32) for _ in range(2)]
+    handle = SimpleNamespace(get_signal_pad=lambda rank, dtype: pads[rank], multicast_ptr=0)
+    memory = SimpleNamespace(empty_strided_p2p=lambda shape, stride, dtype, *_: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", memory)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda buffer, name: handle)
+    sums = CudaSums(Shard(1, 2), CPU, tmp_path / "meeting", 5.0)
+    assert sums.buffer.shape == (MAX_BYTES,)
+    assert [pad.tolist() for pad in pads] == [[9] * 4, [0] * 4]

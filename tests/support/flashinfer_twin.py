@@ -27,7 +27,7 @@ class TwinModule(ModuleType):
         super().__init__("flashinfer")
         self.wrong = wrong
         self.plans: list[BatchPrefillWithPagedKVCacheWrapper] = []  # the wrapper of each
-        self.num_runs = 0
+        self.num_runs = self.num_wrappers = 0
 
     def BatchPrefillWithPagedKVCacheWrapper(  # a class there
         self,
@@ -41,6 +41,7 @@ class TwinModule(ModuleType):
         assert not use_cuda_graph
         assert not buffers
         assert backend == "auto"
+        self.num_wrappers += 1
         return BatchPrefillWithPagedKVCacheWrapper(self, kv_layout)
 
 

@@ -18,6 +18,7 @@ from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.engine.attention.flashinfer import FlashInferAttention
 from pdkv.engine.attention.select import make_backend
 from pdkv.errors import ConfigError
+from pdkv.kernels.kv_copy import FP8
 from pdkv.kernels.streams import HostStreams
 from tests.engine.step_driver import StepDriver
 
@@ -57,6 +58,7 @@ def test_a_step_is_planned_once_for_each_kind_of_layer(mix: list[tuple[int, int]
     case, other = Case(mix, torch.bfloat16, shape=SHAPE), Case(mix, torch.bfloat16, shape=SHAPE)
     module = TwinModule()
     backend = FlashInferAttention(case.pool, SHAPE.heads, BOTH, module)
+    assert module.num_wrappers == 2 * 2  # each has pinned memory and device memory of its own
     ours = CudaAttention(other.pool, SHAPE.heads, BOTH)
     for last_only in (False, True, False):
         module.plans.clear()
@@ -167,10 +169,17 @@ def test_without_flashinfer_ours_serve(monkeypatch: pytest.MonkeyPatch, caplog: 
         make_backend(make_pool(), 4, BOTH, "flashinfer")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
-def test_on_a_cpu_no_gpu_s_attention_can_be_asked_for(name: select.AttentionName) -> None:
+def test_on_a_cpu_no_gpu_s_attention_can_be_asked_for(name: select.AttentionName, dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match="is for GPUs"):
-        make_backend(make_pool(), 4, BOTH, name)
+        make_backend(make_pool(dtype), 4, BOTH, name)
+
+
+def test_on_a_cpu_kv_in_fp8_is_computed_in_torch_and_nothing_else_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert type(make_backend(make_pool(FP8), 4, BOTH)) is CudaAttention
+    assert not caplog.records
 
 
 def test_a_model_says_the_same_by_flashinfer(install: Callable[..., TwinModule], hf_model: Callable[..., Path]) -> None:

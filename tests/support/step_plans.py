@@ -1,0 +1,30 @@
+"""Plans by hand: requests with four blocks each, and what a runner gives that is ahead of its device by a step."""
+
+from typing import Any
+
+from pdkv import SamplingParams
+from pdkv.engine.plan import NewRequest, ScheduledRequest, StepOutput, StepPlan
+from pdkv.engine.runner import ModelRunner
+
+
+def new(name: str, prompt: list[int], first_block: int, **fields: Any) -> NewRequest:
+    params = SamplingParams(**{"temperature": 0.0, "seed": 0, "logprobs": 3, **fields})
+    return NewRequest((name, 0), 0, prompt, [], params, [list(range(first_block, first_block + 4))])
+
+
+def share(name: str, start: int, count: int, *, samples: bool = True) -> ScheduledRequest:
+    return ScheduledRequest((name, 0), start, count, [], samples)
+
+
+def outputs(runner: ModelRunner, plans: list[StepPlan]) -> list[StepOutput]:
+    """Each step is launched before the one in front of it is read."""
+    found, pending = list[StepOutput](), None
+    for plan in plans:
+        step = runner.launch(plan)
+        found += [] if pending is None else [pending.finish()]
+        pending = step
+    return found if pending is None else [*found, pending.finish()]
+
+
+def tokens(output: StepOutput, name: str) -> list[int]:
+    return output.sampled[name, 0].token_ids
