@@ -21,6 +21,8 @@ from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.step_done import StepDone
 from pdkv.options import Options
 from pdkv.wire.messages import (
+    CacheAnswer,
+    CacheOrder,
     ChecksumMode,
     ConnectorKind,
     ConnectorStats,
@@ -252,6 +254,7 @@ class TransferOutcome(NamedTuple):
     seconds: float = 0.0
     num_tokens: int = 0  # of a load that failed: so many of its first tokens are in their blocks all the same
     num_damaged: int = 0  # stored values that were not what somebody saved under their keys: taken as misses
+    notes: tuple[bytes, ...] = ()  # the connector's own, of all ranks
 
 
 class TransferResults(NamedTuple):
@@ -354,6 +357,18 @@ class SchedulerConnector(ABC):
         `notify` tells of a change.
         """
         return ""
+
+    def order_tiers(self, order: CacheOrder) -> int:
+        """An operator's order about the tiers below the cache: carried out by the workers of the next step.
+
+        Returns:
+            How many answers `take_tier_answers` will have to it: one for each part of the connector with tiers.
+        """
+        return 0
+
+    def take_tier_answers(self) -> Sequence[CacheAnswer]:
+        """Answers that have come since the last call; `notify` tells of them. Tiers are named as in the stats."""
+        return ()
 
     def must_hear_end(self, key: TransferKey) -> bool:
         """Whether a step shall be made for nothing but to tell that a request or a hand-off is over."""

@@ -328,6 +328,17 @@ class BlockPool:
             self._free.push(cached, cached=False)
             self._set_states(with_content, before, before & np.uint8(_HELD))
 
+    def drop_cached(self, block_ids: Sequence[int] | None = None) -> int:
+        """Drop the content of these blocks, or of all, as an eviction does; what anybody holds keeps its content.
+
+        Returns:
+            How many blocks had content and are free now.
+        """
+        ids = np.arange(self.num_blocks) if block_ids is None else int64_array(block_ids)
+        cached: list[int] = ids[self._states[ids] == _CONTENT].tolist()
+        self.withdraw(cached)
+        return len(cached)
+
     def snapshot_events(self) -> list[KVEvent]:
         """The whole content as events, for a reader that lost track; parents before children."""
         events: list[KVEvent] = [CacheCleared()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdkv.connectors.base import TransferKey, TransferOutcome
+from pdkv.engine.cache_orders import CacheOrders
 from pdkv.engine.executor import Ended, Executor
 from pdkv.engine.external import EndedSend, ExternalKV
 from pdkv.engine.grammar_wait import GrammarWait
@@ -28,6 +29,7 @@ from pdkv.wire.messages import (
     PROBE_SALT,
     Abort,
     CacheCleared,
+    CacheOrder,
     Continue,
     EngineCard,
     EngineToRouter,
@@ -161,6 +163,7 @@ class EngineCore:
         self._last_load: LoadReport | None = None
         self._event_number = 0
         self._lower_tiers = LowerTiers()
+        self._cache_orders = CacheOrders(scheduler.kv, scheduler.external, card.connector)
         self._told: set[str] = set()  # routers that were told the whole cache since messages left last
 
     # --- the loop's view ------------------------------------------------------------------------------------------
@@ -188,7 +191,7 @@ class EngineCore:
         """The earliest time at which `step` must be called although nothing else happens."""
         deadlines = [r.deadline for r in self.requests.values()]
         others = self.scheduler.loads.next_deadline(), self.prefill.next_deadline(), self.scheduler.trials.deadline
-        deadlines += [d for d in others if d is not None]
+        deadlines += [d for d in (*others, self._cache_orders.deadline) if d is not None]
         if not self.external.is_idle:
             deadlines.append(self._last_step + TRANSFER_POLL_S)
         return max(min(deadlines), self._next_expiry) if deadlines else None
@@ -270,6 +273,8 @@ class EngineCore:
             self._next_load = now + LOAD_INTERVAL_S
             self._report_load()
         self._told.clear()
+        for router_id, answer in self._cache_orders.take_answers(now):
+            self._outbox(router_id, answer)
         for router_id, message in self.scheduler.trials.take_messages(now):
             self._outbox(router_id, message)
         return self._outbox.take()
@@ -299,6 +304,7 @@ class EngineCore:
             self._abort(request)
         self.prefill.router_left(router_id)
         self.scheduler.trials.router_left(router_id)
+        self._cache_orders.router_left(router_id)
         if self._cards.pop(router_id, None) is not None:
             self._update_peers()
         self._dirty = True
@@ -357,6 +363,8 @@ class EngineCore:
                     self.counters.dropped_messages += 1
                 else:
                     self.scheduler.go_on()  # blocks may have come free
+            case CacheOrder():
+                self._cache_orders.begin(router_id, message, now)
             case Trial():
                 self.counters.dropped_messages += not self.scheduler.trials.answered(router_id, message)
             case _:

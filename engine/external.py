@@ -35,7 +35,15 @@ from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request
 from pdkv.secret_options import without_secrets
-from pdkv.wire.messages import MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, ConnectorStats, RequestKey, TierEvents
+from pdkv.wire.messages import (
+    MAX_CONNECTOR_PARTS,
+    MAX_PROBLEM_CHARS,
+    CacheAnswer,
+    CacheOrder,
+    ConnectorStats,
+    RequestKey,
+    TierEvents,
+)
 
 NUM_PREFETCH_REQUESTS = 8
 """Waiting requests whose block keys the connector is shown."""
@@ -365,6 +373,14 @@ class ExternalKV:
     def take_tier_events(self) -> Sequence[TierEvents]:
         """What the connector has to tell of tiers below the cache."""
         return () if self.connector is None else self.connector.take_events()
+
+    def order_tiers(self, order: CacheOrder) -> int:
+        """An operator's order for tiers below the cache; returns how many answers will come."""
+        return 0 if self.connector is None else self.connector.order_tiers(order)
+
+    def take_tier_answers(self) -> Sequence[CacheAnswer]:
+        """Those that have come."""
+        return () if self.connector is None else self.connector.take_tier_answers()
 
     @property
     def problem(self) -> str:

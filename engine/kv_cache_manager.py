@@ -23,6 +23,12 @@ class PrefixHit(NamedTuple):
     tables: list[list[int]]  # one per KV group, equally long; -1: not looked for, since the next token does not see it
 
 
+class _Prompt(NamedTuple):
+    """A prompt of which nothing but its keys is known. Attributes as those of Request."""
+
+    hash_keys: list[bytes]
+
+
 @dataclass(slots=True)
 class _Leaving:
     """What a request that ended holds until all that it confirmed is in the cache. Attributes as those of Request."""
@@ -90,7 +96,25 @@ class KVCacheManager:
         if request.submit.params.prompt_logprobs is not None:
             return PrefixHit(0, [[] for _ in self._windows])  # their logits must be computed
         request.update_hash_keys(request.num_wanted, self.hash_block_size)
-        length = request.num_wanted // self.block_size
+        return self._find_hit(request, request.num_wanted // self.block_size)
+
+    def find_prefix(self, keys: Sequence[bytes]) -> PrefixHit:
+        """The same for a prompt of so many full hash blocks, whose keys these are."""
+        return self._find_hit(_Prompt(list(keys)), len(keys) // self._keys_per_block)
+
+    def drop_cached(self, keys: Sequence[bytes] | None) -> int:
+        """Drop what is cached of the prompt with these keys, or all that is; what anybody holds stays. Returns how many
+        blocks that were.
+        """
+        if keys is None:
+            return self.pool.drop_cached()
+        prompt, length = _Prompt(list(keys)), len(keys) // self._keys_per_block
+        chains = [self._keys(prompt, group, 0, length) for group in range(len(self._windows))]
+        found = [self.pool.lookup(key) for key in chain.from_iterable(chains)]
+        return self.pool.drop_cached([block_id for block_id in found if block_id is not None])
+
+    def _find_hit(self, request: "Request | _Prompt", length: int) -> PrefixHit:
+        """Of the first `length` blocks."""
         tables: list[list[int]] = []
         for group, window in enumerate(self._windows):  # those without a window come first
             if not window:
@@ -104,14 +128,14 @@ class KVCacheManager:
                 tables.append(self._find_last(request, group, length))
         return PrefixHit(length * self.block_size, tables)
 
-    def _find_last(self, request: Request, group: int, length: int) -> list[int]:
+    def _find_last(self, request: "Request | _Prompt", group: int, length: int) -> list[int]:
         """A table of `length` entries, of which those that the next token sees are there."""
         first = first_seen_block(self._windows[group], length * self.block_size, self.block_size)
         found = [self.pool.lookup(key) for key in self._keys(request, group, first, length)]
         assert None not in found, "`_find_window_length` has seen them"
         return [-1] * first + [block_id for block_id in found if block_id is not None]
 
-    def _find_window_length(self, request: Request, length: int) -> int:
+    def _find_window_length(self, request: "Request | _Prompt", length: int) -> int:
         """The most blocks, at most `length`, behind which every group with a window has what the next token sees."""
         groups = [group for group, window in enumerate(self._windows) if window]
         agreed = 0  # groups that have what is needed behind `length` blocks
@@ -124,7 +148,7 @@ class KVCacheManager:
                     break
         return length
 
-    def _shorten(self, request: Request, group: int, length: int) -> int:
+    def _shorten(self, request: "Request | _Prompt", group: int, length: int) -> int:
         """The most blocks, at most `length`, behind which the group has what the next token sees."""
         needed = -(-(self._windows[group] - 1) // self.block_size)
         there = 0  # blocks in a row
@@ -136,7 +160,7 @@ class KVCacheManager:
                 there += 1
         return length
 
-    def _keys(self, content: "Request | _Leaving", group: int, start: int, stop: int) -> list[bytes]:
+    def _keys(self, content: "Request | _Leaving | _Prompt", group: int, start: int, stop: int) -> list[bytes]:
         """What the pool finds a request's blocks [start, stop) of one group by."""
         per_block = self._keys_per_block
         keys = content.hash_keys[(start + 1) * per_block - 1 : stop * per_block : per_block]

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Self
 
+from pdkv.errors import StoreUnable
+
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
 
@@ -93,6 +95,38 @@ class KVStore(ABC):
     def delete(self, keys: Sequence[bytes]) -> None:
         """Remove keys, where they exist."""
 
+    def discard(self, keys: Sequence[bytes] | None) -> int:
+        """Remove the values that this process may remove, of these keys or (None) of all; returns how many it found.
+
+        Raises StoreUnable where it cannot tell which are all.
+        """
+        if keys is None:
+            raise StoreUnable(f"{kind_of(self)} is not emptied as a whole: others may use it, and it lists no keys")
+        there = [key for key, is_there in zip(keys, self.contains(keys), strict=True) if is_there]
+        self.delete(there)
+        return len(there)
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bool]:
+        """Keep the values that this process has under these keys from making room for others, for `ttl_s` (None: until
+        `unpin`, or the end of the process). All of those that are here, or none.
+
+        Returns:
+            Which of the keys it has, and has pinned.
+
+        Raises:
+            StoreFull: together with those pinned before they would take too much of the store.
+            StoreUnable: what makes room for what is not this process' to say.
+        """
+        raise StoreUnable(f"{kind_of(self)} evicts by its own rules: only host memory can be pinned")
+
+    def unpin(self, keys: Sequence[bytes] | None) -> int:
+        """Take pins away, of these keys or (None) all; returns how many there were. Raises StoreUnable as `pin`."""
+        raise StoreUnable(f"{kind_of(self)} has no pins: only host memory can be pinned")
+
+    def parts(self) -> Mapping[str, "KVStore"]:
+        """The stores that it consists of, fastest first, by the names of `count_tiers`."""
+        return {tier_name(0, self): self}
+
     def count_damaged(self) -> int:
         """Values since the start that the store itself found damaged, and called misses. Does not block."""
         return 0
@@ -118,6 +152,16 @@ class KVStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def kind_of(store: KVStore) -> str:
+    """Such as "host" or "redis"."""
+    return type(store).__name__.removesuffix("Store").lower()
+
+
+def tier_name(place: int, store: KVStore) -> str:
+    """Of a store among those that one consists of, such as "0-host"."""
+    return f"{place}-{kind_of(store)}"
 
 
 class TellingStore(KVStore):

@@ -24,7 +24,7 @@ import msgspec
 from pdkv.errors import ConfigError, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
-from pdkv.kv_store.base import Arrived, Buffer, Held, Sized, TellingStore, TierCounts
+from pdkv.kv_store.base import Arrived, Buffer, Held, Sized, TellingStore, TierCounts, tier_name
 from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
@@ -141,6 +141,22 @@ class HostStore(TellingStore):
                 while (elsewhere := self._find_elsewhere(number)) is not None:
                     self._shun(elsewhere[0], elsewhere[2])
 
+    def discard(self, keys: Sequence[bytes] | None) -> int:
+        """Of this process' own segment: whoever writes another one is told, too."""
+        with self._call():
+            own = self.own
+            return own.discard(None if keys is None else list(map(key_of, keys))) if own is not None else 0
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bool]:
+        with self._call():
+            own = self.own
+            return own.pin(list(map(key_of, keys)), ttl_s) if own is not None else [False] * len(keys)
+
+    def unpin(self, keys: Sequence[bytes] | None) -> int:
+        with self._call():
+            own = self.own
+            return own.unpin(None if keys is None else list(map(key_of, keys))) if own is not None else 0
+
     def count_held(self) -> Held:
         own = self.own
         return own.count() if own is not None else Held()
@@ -150,7 +166,7 @@ class HostStore(TellingStore):
         return own.coldest(num_bytes) if own is not None else []
 
     def count_tiers(self) -> Mapping[str, TierCounts]:
-        return {"0-host": TierCounts(self._num_hits, 0, self.count_held())}
+        return {tier_name(0, self): TierCounts(self._num_hits, 0, self.count_held())}
 
     def close(self) -> None:
         with self._lock:

@@ -1,7 +1,10 @@
 """The one writer of a segment: what it holds, in which order it goes, and which pages are free."""
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +13,9 @@ from pdkv.errors import StoreFull
 from pdkv.host.fence import fence
 from pdkv.kv_store.base import Buffer, Held, Sized
 from pdkv.kv_store.host_segment import PAGE_BYTES, Found, Key, Segment, check_of, num_pages_for
+
+MAX_PINNED_SHARE = 0.5
+"""Of a segment's pages: the others are for what nobody has pinned."""
 
 
 class _Held(NamedTuple):
@@ -29,6 +35,7 @@ class SegmentWriter:
         self.num_evicted = 0
         self._lock = threading.Lock()
         self._held: OrderedDict[Key, _Held] = OrderedDict()  # least recently used first
+        self._pins: dict[Key, float] = {}  # until when; they end with this process
         self._free_pages: list[int] = []
         self._free_entries: list[int] = []
         self._stamp = 0
@@ -55,9 +62,11 @@ class SegmentWriter:
         found: list[Sized] = []
         with self._lock:
             num_missing = num_pages_for(num_bytes) - len(self._free_pages)
-            for held in self._held.values():
+            for key, held in self._held.items():
                 if num_missing <= 0:
                     break
+                if key in self._pins:
+                    continue
                 num_missing -= len(held.pages)
                 if held.sized is not None:
                     found.append(held.sized)
@@ -91,10 +100,7 @@ class SegmentWriter:
             if num_pages > self.segment.num_pages:
                 raise StoreFull(f"host memory: {value.nbytes} bytes do not fit into {self._num_bytes}")
             while len(self._free_pages) < num_pages or not self._free_entries:
-                if not self._held:
-                    raise StoreFull("host memory: all of it is being written")
-                self._remove(next(iter(self._held)))
-                self.num_evicted += 1
+                self._evict()
             pages = [self._free_pages.pop() for _ in range(num_pages)]
             entry = self._free_entries.pop()
         try:
@@ -114,11 +120,72 @@ class SegmentWriter:
             if key in self._held:
                 self._remove(key)
 
+    def discard(self, keys: Sequence[Key] | None) -> int:
+        """Drop these values, or all, pinned ones too; returns how many there were."""
+        with self._lock:
+            found = list(self._held) if keys is None else [key for key in keys if key in self._held]
+            for key in found:
+                self._remove(key)
+            return len(found)
+
+    def pin(self, keys: Sequence[Key], ttl_s: float | None) -> list[bool]:
+        """Keep the values that are here of these from making room, for `ttl_s` from now; None: until `unpin`.
+
+        Raises:
+            StoreFull: they would take more than a bounded share, with those pinned before. None is pinned then.
+        """
+        with self._lock:
+            self._end_pins()
+            found = [key for key in keys if key in self._held]
+            num_pages = self._num_pinned_pages({*self._pins, *found})
+            most = int(self.segment.num_pages * MAX_PINNED_SHARE)
+            if num_pages > most:
+                raise StoreFull(
+                    f"host memory: {num_pages * PAGE_BYTES} bytes would be pinned, {len(self._pins)} values of them "
+                    f"before; at most {most * PAGE_BYTES} of {self._num_bytes} may be"
+                )
+            until = inf if ttl_s is None else time.monotonic() + ttl_s
+            self._pins.update(dict.fromkeys(found, until))
+            return [key in self._held for key in keys]
+
+    def unpin(self, keys: Sequence[Key] | None) -> int:
+        """Take pins away, of these keys or all; returns how many there were."""
+        with self._lock:
+            self._end_pins()
+            found = list(self._pins) if keys is None else [key for key in keys if key in self._pins]
+            for key in found:
+                del self._pins[key]
+            return len(found)
+
     @property
     def _num_bytes(self) -> int:
         return self.segment.num_pages * PAGE_BYTES
 
     # --- with the lock held -----------------------------------------------------------------------------------------
+
+    def _evict(self) -> None:
+        """Drop the least recently used value that is not pinned. Pinned ones pass for used, so that each is met once.
+
+        Raises:
+            StoreFull: there is none.
+        """
+        now = time.monotonic()
+        for _ in range(len(self._held)):
+            key, held = next(iter(self._held.items()))
+            if self._pins.get(key, 0.0) <= now:
+                self._remove(key)
+                self.num_evicted += 1
+                return
+            self._use(key, held)
+        raise StoreFull("host memory: all of it is being written, or pinned")
+
+    def _end_pins(self) -> None:
+        """Forget those whose time is over."""
+        now = time.monotonic()
+        self._pins = {key: until for key, until in self._pins.items() if until > now}
+
+    def _num_pinned_pages(self, keys: Iterable[Key]) -> int:
+        return sum(len(self._held[key].pages) for key in keys)
 
     def _use(self, key: Key, held: _Held) -> None:
         self._held.move_to_end(key)
@@ -146,6 +213,7 @@ class SegmentWriter:
     def _remove(self, key: Key) -> None:
         """Nobody finds it any more, and whoever reads it sees that; then its pages are free."""
         segment, held = self.segment, self._held.pop(key)
+        self._pins.pop(key, None)
         segment.versions[held.entry] += np.uint64(1)
         fence()
         self._unlink(key, held.entry)

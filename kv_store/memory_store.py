@@ -53,13 +53,16 @@ class _Shelf:
             self._values[key] = value
             self.num_bytes += value.nbytes
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """Drop keys, where they exist."""
+    def remove(self, keys: Sequence[bytes] | None) -> int:
+        """Drop keys (None: all), where they exist; returns how many did."""
         with self.lock:
-            for key in keys:
-                value = self._values.pop(key, None)
-                if value is not None:
-                    self.num_bytes -= value.nbytes
+            removed = [
+                value
+                for key in (list(self._values) if keys is None else keys)
+                if (value := self._values.pop(key, None)) is not None
+            ]
+            self.num_bytes -= sum(value.nbytes for value in removed)
+            return len(removed)
 
     def check_integrity(self) -> None:
         """Recount the bytes."""
@@ -114,6 +117,9 @@ class MemoryStore(KVStore):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._open_shelf().remove(keys)
+
+    def discard(self, keys: Sequence[bytes] | None) -> int:
+        return self._open_shelf().remove(keys)
 
     def close(self) -> None:
         with _SHELVES_LOCK:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.backfill import Backfill
-from pdkv.kv_store.base import Arrived, Buffer, Item, KVStore, TellingStore, TierCounts
+from pdkv.kv_store.base import Arrived, Buffer, Item, KVStore, TellingStore, TierCounts, tier_name
 from pdkv.kv_store.tier import Tier, WritePolicy
 
 T = TypeVar("T")
@@ -102,11 +102,12 @@ class TieredStore(TellingStore):
         """Named by place and kind: 0-memory, 1-file, …"""
         with self._lock:
             return {
-                f"{place}-{type(tier.store).__name__.removesuffix('Store').lower()}": TierCounts(
-                    tier.num_hits, tier.failures.total(), tier.store.count_held()
-                )
+                tier_name(place, tier.store): TierCounts(tier.num_hits, tier.failures.total(), tier.store.count_held())
                 for place, tier in enumerate(self.tiers)
             }
+
+    def parts(self) -> Mapping[str, KVStore]:
+        return {tier_name(place, tier.store): tier.store for place, tier in enumerate(self.tiers)}
 
     def close(self) -> None:
         if self._backfill is not None:

@@ -44,7 +44,15 @@ from pdkv.connectors.multi.wire import (
 )
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import MAX_MEDIUM_CHARS, ConnectorKind, ConnectorStats, EngineCard, TierEvents
+from pdkv.wire.messages import (
+    MAX_MEDIUM_CHARS,
+    CacheAnswer,
+    CacheOrder,
+    ConnectorKind,
+    ConnectorStats,
+    EngineCard,
+    TierEvents,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -335,6 +343,18 @@ class MultiScheduler(SchedulerConnector):
             msgspec.structs.replace(events, medium=f"{part_name(i, child)}/{events.medium}"[:MAX_MEDIUM_CHARS])
             for i, (child, side) in enumerate(zip(self._children, self._schedulers, strict=True))
             for events in side.take_events()
+        ]
+
+    def order_tiers(self, order: CacheOrder) -> int:
+        parts = enumerate(zip(self._children, self._schedulers, strict=True))
+        return sum(side.order_tiers(order.within(part_name(i, child))) for i, (child, side) in parts)
+
+    def take_tier_answers(self) -> Sequence[CacheAnswer]:
+        """Those of all children; a tier has its child's name, as in the stats."""
+        return [
+            answer.under(part_name(i, child))
+            for i, (child, side) in enumerate(zip(self._children, self._schedulers, strict=True))
+            for answer in side.take_tier_answers()
         ]
 
     def must_hear_end(self, key: TransferKey) -> bool:

@@ -37,6 +37,7 @@ from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
 from pdkv.kv_store.lmcache_chunks import DTYPES, ChunkForm, LMCacheChunks
 from pdkv.kv_store.options import StoreOptions
 from pdkv.options import option, seconds
+from pdkv.wire.messages import CacheOrder
 
 
 class LMCacheOptions(StoreConnectorOptions):
@@ -230,6 +231,10 @@ class _ChunkScheduler(StoreScheduler):
         confirmed = [msgspec.structs.replace(item, request=self._shown(item.request)) for item in view.confirmed]
         waiting: Sequence[Sequence[bytes]] = ()  # of blocks: they cannot be looked up
         return super().build_connector_meta(msgspec.structs.replace(view, confirmed=confirmed, waiting_keys=waiting))
+
+    def order_tiers(self, order: CacheOrder) -> int:
+        """Orders name keys of blocks: nothing is known of chunks by them."""
+        return 0
 
     def _shown(self, request: RequestView) -> RequestView:
         return msgspec.structs.replace(request, block_keys=self._keys.of(request))

@@ -197,6 +197,11 @@ class KeyLookups:
             for key in keys:
                 self._known.pop(key, None)
 
+    def forget_all(self) -> None:
+        """What is stored may be gone."""
+        with self._changed:
+            self._known.clear()
+
     def barred(self, keys: Sequence[bytes]) -> list[bytes]:
         """Values that were damaged a while ago, or stood behind one that was."""
         now = time.monotonic()

@@ -21,6 +21,7 @@ from pdkv.connectors.store import envelope
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import ConfigError
+from pdkv.wire.messages import CacheOrder
 
 _SUFFIX = struct.Struct("<IHHHHH8s")  # tokens_per_value, shards, layer groups, shard, layer group, format, signer
 _KEY_BYTES = 16
@@ -155,6 +156,14 @@ class StoreCut:
             for group in range(self.layer_groups)
             for i in range(count)
         ]
+
+    def owned(self, group: int) -> list[ValuePart]:
+        """The parts of a KV group's values that this rank writes."""
+        return [part for part in self.parts[group] if part.owned]
+
+    def own_keys(self, value: Value) -> list[bytes]:
+        """Of a value's parts that this rank writes, in all forms; as many of each value."""
+        return [value.key + part.suffix + form_suffix(form) for part in self.owned(value.group) for form in self.forms]
 
     def stage_that_begins_at(self, layer: int) -> int | None:
         """The stage whose first layer this one of the model is."""
@@ -316,8 +325,9 @@ class StoreDrop(msgspec.Struct, frozen=True):
 
 
 class StoreMetadata(KVConnectorMetadata, kw_only=True):
-    """Loads, saves and drops that begin with a step."""
+    """Loads, saves, drops and operators' orders that begin with a step."""
 
     loads: list[StoreLoad] = msgspec.field(default_factory=list)
     saves: list[StoreSave] = msgspec.field(default_factory=list)
     drops: list[StoreDrop] = msgspec.field(default_factory=list)
+    orders: list[CacheOrder] = msgspec.field(default_factory=list)

@@ -33,6 +33,7 @@ from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
+from pdkv.connectors.store.orders import OrderBook, values_of
 from pdkv.connectors.store.plan import (
     BlockSpan,
     Cut,
@@ -45,7 +46,7 @@ from pdkv.connectors.store.plan import (
 )
 from pdkv.errors import IncompatiblePeers, KVNotFound, MalformedMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import EngineCard, TierEvents
+from pdkv.wire.messages import CacheAnswer, CacheOrder, EngineCard, TierEvents
 
 SAVE_STEPS = 4
 """What decodes fill in so many steps is saved together: waking the saving threads costs more than a value."""
@@ -137,6 +138,7 @@ class StoreScheduler(SchedulerConnector):
         self._numbers = count()
         self._payload = msgspec.msgpack.encode(cut.cut)
         self._news = news
+        self._orders = OrderBook()
 
     # --- finds ----------------------------------------------------------------------------------------------------
 
@@ -278,6 +280,7 @@ class StoreScheduler(SchedulerConnector):
             loads=loads,
             saves=saves,
             drops=self._drops(view),
+            orders=self._orders.take_new(),
         )
 
     def _save(self, confirmed: ConfirmedRange) -> StoreSave | None:
@@ -391,6 +394,33 @@ class StoreScheduler(SchedulerConnector):
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         """The store has a copy, or will have: no block is leased. The payload says how it is cut."""
         return FinishDecision(hold_blocks=False, payload=self._payload if request.kv == "handoff" else None)
+
+    # --- operators' orders ----------------------------------------------------------------------------------------
+
+    def order_tiers(self, order: CacheOrder) -> int:
+        self._orders.add(order)
+        return 1
+
+    def take_tier_answers(self) -> Sequence[CacheAnswer]:
+        return self._orders.take_answers()
+
+    def resolve_results(self, results: TransferResults) -> TransferResults:
+        """What became of orders is nothing for the engine to act on."""
+        results, orders = self._orders.settle(results)
+        for order in orders:
+            if order.action == "clear":
+                self._cleared(order)
+        return results
+
+    def _cleared(self, order: CacheOrder) -> None:
+        """What is said to be gone is looked for anew; where it was to go everywhere, routers hear of it."""
+        if order.keys is None:
+            self.lookups.forget_all()
+            return
+        values = values_of(self._cut, order.keys)
+        self.lookups.forget([value.key for value in values])
+        if not order.tier:
+            self._news.missing(values)
 
     # --- news -----------------------------------------------------------------------------------------------------
 

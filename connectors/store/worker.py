@@ -11,12 +11,20 @@ from zlib import crc32
 import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, Stats, TransferKey, TransferOutcome
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnectorMetadata,
+    Stats,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+)
 from pdkv.connectors.stats import stats_of_tiers
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.forms import Forms, Pace, choose_form
 from pdkv.connectors.store.options import StoreConnectorOptions
+from pdkv.connectors.store.orders import OrderThread, TierOrders
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
 from pdkv.connectors.store.plan import (
     BlockSpan,
@@ -25,8 +33,6 @@ from pdkv.connectors.store.plan import (
     StoreMetadata,
     StoreSave,
     Value,
-    ValuePart,
-    form_suffix,
 )
 from pdkv.connectors.store.progress import LayerLoad, LoadProgress
 from pdkv.connectors.store.values import SealedValues
@@ -38,6 +44,7 @@ from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
+from pdkv.kv_store.base import KVStore
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +115,7 @@ class StoreWorker(TransferWorker):
         self._step_loads: list[TransferKey] = []
         self._layer_deadline = 0.0
         self._ended = threading.Event()
+        self._orders = OrderThread(TierOrders(values.store, cut, config.rank, self._prefetch), notify)
 
     def _result_is_in(self) -> None:
         self._ended.set()
@@ -150,10 +158,13 @@ class StoreWorker(TransferWorker):
         for drop in meta.drops:
             self.drop(drop.key)
             if drop.tails:
-                keys = [key for tail in drop.tails for key in self._owned_keys(tail)]
+                keys = [key for tail in drop.tails for key in self._cut.own_keys(tail)]
                 name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])
                 tasks = [Task(_Delete(keys), self._save_lane(drop.key))] if keys else []
                 self.submit(name, "send", tasks)
+
+        for order in meta.orders:
+            self._orders.put(order)
 
     def _start_load(self, load: StoreLoad, after: StepDone) -> None:
         jobs = list(self._pieces(load.values, split=load.layerwise))
@@ -170,7 +181,7 @@ class StoreWorker(TransferWorker):
 
     def _start_save(self, save: StoreSave, after: StepDone) -> None:
         tasks: list[Task] = []
-        if self._owned(0):
+        if self._cut.owned(0):
             whole = self._cut.whole_of(save.values)
             for i, pieces in enumerate(self._chunks(whole)):
                 tasks.append(Task(_Write(save, pieces, False, after), self._save_lane((save.batch[0], i))))
@@ -182,21 +193,12 @@ class StoreWorker(TransferWorker):
         is_handoff = save.key != save.batch
         self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
 
-    def _owned(self, group: int) -> list[ValuePart]:
-        """The parts of a KV group's values that this rank writes."""
-        return [part for part in self._cut.parts[group] if part.owned]
-
-    def _owned_keys(self, value: Value) -> list[bytes]:
-        """Of a value's parts that this rank writes, in all forms; as many of each value."""
-        forms = self._cut.forms
-        return [value.key + part.suffix + form_suffix(form) for part in self._owned(value.group) for form in forms]
-
     def _chunks(self, values: Sequence[Value]) -> Iterator[Sequence[Value]]:
         """Values of one KV group that fill a buffer with all parts that this rank writes."""
         for group, size in enumerate(self._cut.value_tokens):
             own = self._cut.of_group(values, group)
             units = size // HASH_BLOCK_SIZE
-            parts = [part.part for part in self._owned(group)]
+            parts = [part.part for part in self._cut.owned(group)]
             value_bytes = sum(body_bytes(units) for body_bytes in self._forms.all_sizes(parts))
             per_job = max(self._capacity // value_bytes, 1)
             yield from (own[i : i + per_job] for i in range(0, len(own), per_job))
@@ -228,6 +230,16 @@ class StoreWorker(TransferWorker):
 
     def _is_open(self, key: TransferKey) -> bool:
         return bool(self.open_jobs(key, "receive"))
+
+    def get_finished(self) -> TransferResults:
+        results, done = super().get_finished(), self._orders.take()
+        if not done:
+            return results
+        return results._replace(finished_sending={**results.finished_sending, **done})
+
+    def shutdown(self) -> None:
+        self._orders.close()
+        super().shutdown()
 
     def get_stats(self) -> Stats:
         return {**super().get_stats(), **stats_of_tiers(self._values.store.count_tiers())}
@@ -306,6 +318,23 @@ class StoreWorker(TransferWorker):
             return []
         return self._forms.in_form(order.pieces, self._cut.forms[-1] if form is None else form)
 
+    def _prefetch(self, values: Sequence[Value], first: KVStore, deadline: float) -> None:
+        """Read this rank's parts of what the first tier lacks: those behind it are copied there by that.
+
+        Raises:
+            TransferTimeout: not all of it within the deadline.
+        """
+        for pieces in self._pieces(values, owned=True):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TransferTimeout("not all values were brought in time")
+            with self._staging.take(left_s) as buffer:
+                slots = lay_out(pieces, buffer)
+                there = first.contains([slot.key for slot in slots])
+                missing = [slot for slot, is_there in zip(slots, there, strict=True) if not is_there]
+                if missing:
+                    self._values.get(missing, lambda slot: None)
+
     def _fill_blocks(self, job: Job, load: StoreLoad, slot: Slot) -> None:
         """Raises KVCorrupted for a body that no codec has made; nothing is in the blocks then."""
         if self._coder is None:
@@ -339,9 +368,9 @@ class StoreWorker(TransferWorker):
     def _write(self, job: Job, order: _Write) -> int:
         values = order.values
         if order.check:
-            keys = [key for value in values for key in self._owned_keys(value)]
+            keys = [key for value in values for key in self._cut.own_keys(value)]
             there = set(compress(keys, self._values.store.contains_for_all(keys)))
-            values = [value for value in values if not there.issuperset(self._owned_keys(value))]
+            values = [value for value in values if not there.issuperset(self._cut.own_keys(value))]
         num_bytes = 0
         for pieces in self._pieces(values, owned=True):
             with self._staging.take(job.remaining_s()) as buffer:

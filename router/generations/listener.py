@@ -7,6 +7,7 @@ from functools import partial
 
 from pdkv.errors import IncompatiblePeers, PeerGone
 from pdkv.router.admission.capacity import Capacity
+from pdkv.router.engines.cache_orders import CacheOrders
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.engines.probes import Prober
 from pdkv.router.generations.driver import Driver
@@ -18,6 +19,7 @@ from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     Allocated,
     Beat,
+    CacheAnswer,
     EngineCard,
     EngineToRouter,
     Failed,
@@ -62,6 +64,7 @@ class Listener(Driver):
         )
         self.index = index
         self.tiers = tiers
+        self.cache_orders = CacheOrders(self._send)
         self._settled = asyncio.Event()  # it is known whether this start succeeds
         self._refusal: IncompatiblePeers | None = None  # why it does not
         self._closed = False
@@ -132,6 +135,7 @@ class Listener(Driver):
         self.fleet.went_down(name, self._clock())
         self.index.remove_engine(name)
         self.tiers.remove_engine(name)
+        self.cache_orders.engine_down(name)
         victims = [g for g in self._generations.values() if name in g.flow.route[:2]]
         try:
             self.recovery.engine_died(name, victims, suspects)
@@ -186,6 +190,8 @@ class Listener(Driver):
                     self._send(name, Resync())
             case TierEvents():
                 self.tiers.apply(name, message)
+            case CacheAnswer():
+                self.counters.dropped_messages += not self.cache_orders.answered(name, message)
             case _:
                 self.counters.dropped_messages += 1
 

@@ -16,11 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdkv.errors import InvalidRequest
+from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.limits import MAX_WAIT_S, clip
 from pdkv.router.engines.cache_view import describe_caches
 from pdkv.router.engines.operations import Operations, Until
 from pdkv.router.http.access_log import CLIENT_GONE
+from pdkv.router.http.cache_pages import MAX_BODY_BYTES as MAX_CACHE_BODY_BYTES
+from pdkv.router.http.cache_pages import CachePages
 from pdkv.router.http.request_state import request_route
 from pdkv.router.http.responses import describe_error, json_response
 
@@ -54,7 +56,7 @@ class EngineBody(msgspec.Struct, forbid_unknown_fields=True):
     refusal: str | None = None  # path of the launcher's note
 
 
-def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route]:
+def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: CachePages | None = None) -> list[Route]:
     """What an operator may ask for from anywhere, given that somebody has checked that it is one.
 
     GET  /admin/engines              {"engines": [as in /topology]}
@@ -65,9 +67,11 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route
     POST /admin/engines/NAME/resume  it gets requests again
     POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
     GET  /admin/cache                what pools and tiers of KV hold and gave (engines/cache_view.py)
+    POST /admin/cache/ACTION         lookup, clear, pin, unpin, prefetch: of a prompt (cache_pages.py)
     GET  /admin/requests/ID          what is known of the requests of that id (request_state.py)
 
-    Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true.
+    Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true. `caches` None: no
+    actions on them.
     """
 
     async def list_engines(request: Request) -> Response:
@@ -102,10 +106,16 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route
         operations.set_role(name, body.role, force=_force(request))
         return json_response(operations.describe(name))
 
+    async def order_cache(request: Request) -> Response:
+        assert caches is not None
+        data = await _read(request, MAX_CACHE_BODY_BYTES)
+        return json_response(await caches.answer(request.path_params["action"], data))
+
     path = "/admin/engines/{name}"
     return [
         Route("/admin/engines", list_engines),
         Route("/admin/cache", show_cache),
+        *([Route("/admin/cache/{action}", _checked(order_cache), methods=["POST"])] if caches is not None else ()),
         Route(path, _checked(get_engine), methods=["GET"]),
         Route(path + "/drain", _checked(drain), methods=["POST"]),
         Route(path + "/resume", _checked(resume), methods=["POST"]),
@@ -114,7 +124,7 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route
     ]
 
 
-def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starlette:
+def create_admin_app(dispatcher: "Dispatcher", operations: Operations, caches: CachePages | None = None) -> Starlette:
     """The ASGI application for the private directory: `admin_routes`, and what only the launcher may do.
 
     PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more
@@ -132,14 +142,14 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
 
     path = "/admin/engines/{name}"
     own = [Route(path, _checked(add), methods=["PUT"]), Route(path, _checked(remove), methods=["DELETE"])]
-    return Starlette(routes=[*admin_routes(dispatcher, operations), *own])
+    return Starlette(routes=[*admin_routes(dispatcher, operations, caches), *own])
 
 
 def _checked(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     async def checked(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except InvalidRequest as error:
+        except PdkvError as error:
             status, body = describe_error(error)
             return json_response(body, status=status)
         except ClientDisconnect:  # nobody reads this: it is for the access line
@@ -149,19 +159,24 @@ def _checked(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:
+    data = await _read(request, _MAX_BODY_BYTES)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from None
+
+
+async def _read(request: Request, most: int) -> bytearray:
     data = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
             async for piece in request.stream():
                 data += piece
-                if len(data) > _MAX_BODY_BYTES:
-                    raise InvalidRequest(f"the body must have at most {_MAX_BODY_BYTES} bytes", status=413)
+                if len(data) > most:
+                    raise InvalidRequest(f"the body must have at most {most} bytes", status=413)
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {_BODY_S:g} s", status=408) from None
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from None
+    return data
 
 
 def _force(request: Request) -> bool:

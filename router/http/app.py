@@ -26,6 +26,7 @@ from pdkv.router.http.access_log import AccessLogged
 from pdkv.router.http.admin import admin_routes
 from pdkv.router.http.auth import Authenticate, PlainPaths
 from pdkv.router.http.budget import ByteBudget
+from pdkv.router.http.cache_pages import CachePages
 from pdkv.router.http.completions import WholeCompletion
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
@@ -73,7 +74,8 @@ def create_app(
     operations: Operations | None = None,
     instruments: Instruments = NO_INSTRUMENTS,
 ) -> Starlette:
-    """The ASGI application in front of a dispatcher, which the caller connects and closes.
+    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state.caches` is what
+    `create_admin_app` takes.
 
     Args:
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
@@ -109,6 +111,7 @@ def create_app(
         logits_processors=tuple(logits_processors),
     )
     model = _model_provider(dispatcher, served)
+    caches = CachePages(dispatcher, model, keys)
     pool = TextPool(limits.max_queued_text, limits.max_body_bytes)
     held = {
         "open_requests": lambda: drain.num_requests,
@@ -130,9 +133,9 @@ def create_app(
         *_on_texts(shared),
         *StatusPages(dispatcher, model, metrics, drain).routes(),
         *docs_routes(),
-        *(admin_routes(dispatcher, operations) if keys is not None and operations is not None else ()),
+        *(admin_routes(dispatcher, operations, caches) if keys is not None and operations is not None else ()),
     ]
-    return _App(
+    app = _App(
         title="pdkv",
         version=__version__,
         openapi_url=None,  # both are routes of our own
@@ -143,6 +146,8 @@ def create_app(
         middleware=[Middleware(AccessLogged), *_middleware(keys, access or AccessConfig())],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
+    app.state.caches = caches
+    return app
 
 
 class _Shared(NamedTuple):

@@ -41,7 +41,8 @@ PdkvError
     └── StoreError           a KV store failed
         ├── StoreUnavailable it cannot be reached, or not any more
         ├── StoreTimeout     it did not answer in time
-        └── StoreFull        it has no room and may not evict
+        ├── StoreFull        it has no room and may not evict
+        └── StoreUnable      it cannot do this at all
 """
 
 from copy import copy
@@ -326,3 +327,9 @@ class StoreFull(StoreError):
     """The store has no room and may not evict."""
 
     code = "store_full"
+
+
+class StoreUnable(StoreError):
+    """The store cannot do what it was asked for, whatever is in it."""
+
+    code = "store_unable"

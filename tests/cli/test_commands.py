@@ -50,8 +50,19 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ([], "COMMAND"),
         (
             ["serve"],
-            "unknown command 'serve'; known: launch, engine, engines, cache, drain, resume, role, scale, restart, gene",
+            "unknown command 'serve'; known: launch, engine, engines, drain, resume, role, cache, scale, restart, gene",
         ),
+        (["cache", "find"], "'find'; known: lookup, clear, pin, unpin, prefetch"),
+        (
+            ["cache", "clear"],
+            "one of the arguments --prompt --prompt-file --messages --tokens --keys --all is required",
+        ),
+        (["cache", "lookup", "--tokens", "1,x"], "--tokens: numbers with commas between them were expected, got '1,x'"),
+        (
+            ["cache", "pin", "--prompt-file", "no-such.txt"],
+            "--prompt-file: no-such.txt cannot be read: [Errno 2] No such",
+        ),
+        (["cache", "pin", "--messages", "/dev/null"], "--messages: /dev/null is no JSON: Expecting value"),
         (["scale"], "say how many: --prefill N, --decode M, or both"),
         (["scale", "--decode", "0"], "--decode must be at least 1, got 0: to have none, stop the launch"),
         (["scale", "--decode", "2", "--drain-s", "-1"], "--drain-s: a number of seconds from 0 to 86400 was expected"),

@@ -382,3 +382,63 @@ def test_a_segment_that_goes_is_let_go_of_also_by_who_reads_it(directory: Path, 
     assert has(reader, 1) == [False]
     for store in (reader, writer):
         store.close()
+
+
+def test_pinned_values_stay_until_they_are_unpinned(open_: Open) -> None:
+    store = open_()
+    keys = [b"key%d" % i for i in range(4)]
+    for key in keys:
+        store.put([(key, memoryview(bytes(SIZE)))])
+    assert store.pin([*keys[:2], b"nobody's"], None) == [True, True, False]
+    for number in range(40):  # several times what there is room for
+        store.put([(b"other%d" % number, memoryview(bytes(SIZE)))])
+    assert store.contains(keys) == [True, True, False, False]
+    assert store.unpin([keys[0], keys[3]]) == 1
+    for number in range(40):
+        store.put([(b"more%d" % number, memoryview(bytes(SIZE)))])
+    assert store.contains(keys) == [False, True, False, False]
+    assert store.unpin(None) == 1
+    assert store.unpin(None) == 0
+
+
+def test_a_pin_ends_with_its_time_and_with_its_process(open_: Open) -> None:
+    store = open_()
+    store.put([(b"a", memoryview(bytes(SIZE))), (b"b", memoryview(bytes(SIZE)))])
+    assert store.pin([b"a"], 1e-6) == [True]
+    assert store.pin([b"b"], 60.0) == [True]
+    assert store.unpin(None) == 1, "one is over"
+    assert store.pin([b"b"], None) == [True]
+    store.close()
+    successor = open_()
+    assert successor.contains([b"b"]) == [True]
+    assert successor.unpin(None) == 0
+
+
+def test_pins_leave_half_of_the_segment_to_others(open_: Open) -> None:
+    store = open_()
+    keys = [b"key%d" % i for i in range(10)]
+    for key in keys:
+        store.put([(key, memoryview(bytes(SIZE)))])  # three pages each, of 32
+    assert store.pin(keys[:5], None) == [True] * 5
+    with pytest.raises(
+        StoreFull, match=f"{18 * PAGE_BYTES} bytes would be pinned, 5 values .* at most {16 * PAGE_BYTES} of"
+    ):
+        store.pin(keys[4:6], None)
+    assert store.pin(keys[:5], 60.0) == [True] * 5, "again: no more than before"
+    for number in range(40):
+        store.put([(b"other%d" % number, memoryview(bytes(SIZE)))])
+        assert store.contains([b"other%d" % number]) == [True]
+    assert store.contains(keys) == [True] * 5 + [False] * 5
+
+
+def test_what_is_discarded_is_gone_pinned_or_not_and_others_values_stay(open_: Open) -> None:
+    store, other = open_(), open_()
+    for key in (b"a", b"b", b"c"):
+        store.put([(key, memoryview(bytes(SIZE)))])
+    other.put([(b"theirs", memoryview(bytes(SIZE)))])
+    store.pin([b"a"], None)
+    assert store.discard([b"a", b"theirs", b"nobody's"]) == 1
+    assert store.contains([b"a", b"b", b"theirs"]) == [False, True, True]
+    assert store.discard(None) == 2
+    assert store.count_held().num_bytes == store.unpin(None) == 0
+    assert other.contains([b"b", b"theirs"]) == [False, True]

@@ -27,7 +27,9 @@ from pdkv.wire.messages import (
     Abort,
     BlockRemoved,
     BlockStored,
+    CacheAnswer,
     CacheCleared,
+    CacheOrder,
     Continue,
     EngineCard,
     EngineToRouter,
@@ -41,6 +43,7 @@ from pdkv.wire.messages import (
     RouterToEngine,
     SourceCounts,
     Submit,
+    TierAnswer,
     TokenLogprob,
     Tokens,
 )
@@ -48,6 +51,8 @@ from pdkv.wire.messages import (
 HANDOFF = KVHandoff("q", 1, "t", "prefill-0", "e1", 33, b"\x00\xff")
 
 EXAMPLES: list[RouterToEngine | EngineToRouter] = [
+    CacheOrder(order_id="o", action="pin", keys=[b"k"], tier="host", ttl_s=2.5, timeout_s=1.0),
+    CacheAnswer("o", [TierAnswer("store/0-host", 64, 4), TierAnswer("1-redis", code="x", problem="é")], ["pool"]),
     Submit(
         request_id="q",
         transfer_id="t",
@@ -305,3 +310,17 @@ def test_counts_in_messages_are_bounded(message: EngineToRouter | RouterToEngine
 def test_logprobs_of_a_prompt_that_are_none_are_malformed(packed: PromptLogprobs, text: str) -> None:
     with pytest.raises(MalformedMessage, match=text):
         packed.decode()
+
+
+def test_a_tier_is_named_in_full_by_its_last_part_or_by_its_kind() -> None:
+    def is_about(tier: str, *parts: str) -> bool:
+        order = CacheOrder(order_id="o", action="lookup", tier=tier)
+        for part in parts:
+            order = order.within(part)
+        return order.is_about("0-host")
+
+    assert all(is_about(tier, "multi", "1-store") for tier in ("", "host", "0-host", "multi/1-store/0-host"))
+    wrong = ("redis", "1-host", "0", "multi/2-store/0-host", "1-store", "multi")
+    assert not any(is_about(tier, "multi", "1-store") for tier in wrong)
+    answer = CacheAnswer("o", [TierAnswer("0-host", 64)], ["0-host"]).under("1-store").under("multi")
+    assert (answer.tiers, answer.known) == ([TierAnswer("multi/1-store/0-host", 64)], ["multi/1-store/0-host"])

@@ -1,23 +1,17 @@
-"""`pd engines`, `pd cache`, `pd drain`, `pd resume`, `pd role`: a running launch's engines, as its router sees them."""
+"""`pd engines`, `pd drain`, `pd resume`, `pd role`: a running launch's engines, as its router sees them."""
 
 import argparse
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from pdkv.cli.running import add_run_flag, check_seconds, find_run
-from pdkv.host.memory_limits import format_bytes
-
-if TYPE_CHECKING:
-    from pdkv.launch.router_admin import RouterAdmin
+from pdkv.cli.running import add_run_flag, ask_router, check_seconds, print_table
 
 ROLES = ("prefill", "decode", "any")
 
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the five to the `pd` parser."""
+    """Add the four to the `pd` parser."""
     _add(commands, "engines", "list the engines of a running launch", run_engines, names=False)
-    _add(commands, "cache", "show what pools and tiers of KV hold, and what they gave", run_cache, names=False)
     drain = _add(
         commands, "drain", "give an engine no new requests, and wait until it has none", run_drain,
         "Exit code 1: it still has some. `pd resume` undoes it. The last engine of a role is refused.",
@@ -53,38 +47,17 @@ def _add(
 
 def run_engines(arguments: argparse.Namespace) -> int:
     """Run `pd engines`: one line per engine."""
-    engines = _ask(arguments, lambda router: router.engines())
+    engines = ask_router(arguments, lambda router: router.engines())
     rows = [("NAME", "ROLE", "STATE", "PID", "REQUESTS")]
     rows += [(e["name"], e["role"], _state(e), str(e["pid"] or "-"), str(e["requests"])) for e in engines]
-    _print(rows)
+    print_table(rows)
     return 0
-
-
-def run_cache(arguments: argparse.Namespace) -> int:
-    """Run `pd cache`: a line per engine's pool, and one per tier below it."""
-    rows = [("ENGINE", "TIER", "HOLDS", "OF", "HITS", "EVICTIONS", "FAILURES")]
-    for engine in _ask(arguments, lambda router: router.caches()):
-        blocks, tokens = engine["blocks"], engine["prompt_tokens"]
-        num_used = blocks["total"] - blocks["free"]
-        rows.append((engine["name"], "pool", f"{num_used} blocks", str(blocks["total"]),
-                     f"{tokens['local_hit']} tokens", "-", "-"))  # fmt: skip
-        rows += [(engine["name"], *_tier_cells(tier)) for tier in engine["tiers"]]
-    _print(rows)
-    return 0
-
-
-def _tier_cells(tier: dict[str, Any]) -> tuple[str, str, str, str, str, str]:
-    holds, capacity, evictions = "-", "-", "-"
-    if "capacity" in tier:
-        holds, capacity = f"{tier['values']} values, {format_bytes(tier['bytes'])}", format_bytes(tier["capacity"])
-        evictions = str(tier["evictions"])
-    return tier["tier"], holds, capacity, f"{tier['hits']} values", evictions, str(tier["failures"])
 
 
 def run_drain(arguments: argparse.Namespace) -> int:
     """Run `pd drain`."""
     check_seconds("--wait-s", arguments.wait_s)
-    engine = _ask(arguments, lambda router: router.drain(arguments.engine, arguments.wait_s))
+    engine = ask_router(arguments, lambda router: router.drain(arguments.engine, arguments.wait_s))
     rest = "" if engine["drained"] else f": it still has {engine['requests']} requests"
     print(f"{engine['name']} is {_state(engine)}{rest}")
     return int(not engine["drained"])
@@ -92,34 +65,19 @@ def run_drain(arguments: argparse.Namespace) -> int:
 
 def run_resume(arguments: argparse.Namespace) -> int:
     """Run `pd resume`."""
-    engine = _ask(arguments, lambda router: router.resume(arguments.engine))
+    engine = ask_router(arguments, lambda router: router.resume(arguments.engine))
     print(f"{engine['name']} is {_state(engine)}")
     return 0
 
 
 def run_role(arguments: argparse.Namespace) -> int:
     """Run `pd role`."""
-    engine = _ask(arguments, lambda router: router.set_role(arguments.engine, arguments.role))
+    engine = ask_router(arguments, lambda router: router.set_role(arguments.engine, arguments.role))
     print(f"{engine['name']} has the role {engine['role']}; {engine['requests']} requests go on in theirs")
     return 0
-
-
-def _ask(arguments: argparse.Namespace, call: "Callable[[RouterAdmin], Awaitable[Any]]") -> Any:
-    from pdkv.launch.router_admin import RouterAdmin
-
-    async def ask() -> Any:
-        return await call(RouterAdmin(find_run(arguments)))
-
-    return asyncio.run(ask())
 
 
 def _state(engine: dict[str, Any]) -> str:
     if engine["drained"]:
         return "drained"
     return "draining" if engine["draining"] else str(engine["state"])
-
-
-def _print(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

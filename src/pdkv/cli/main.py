@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from pdkv import __version__
+from pdkv.cli import cache as cli_cache
 from pdkv.cli import connector as cli_connector
 from pdkv.cli import engine as cli_engine
 from pdkv.cli import engines as cli_engines
@@ -45,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     cli_launch.add_command(commands)
     cli_engine.add_command(commands)
     cli_engines.add_commands(commands)
+    cli_cache.add_command(commands)
     cli_scale.add_command(commands)
     cli_restart.add_command(commands)
     cli_generate.add_command(commands)

@@ -1,20 +1,27 @@
 """Which of the running launches a command is about."""
 
 import argparse
+import asyncio
 import sys
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.run_dir import RunInfo, run_root, running_launches
 from pdkv.limits import MAX_WAIT_S
 
+if TYPE_CHECKING:
+    from pdkv.launch.router_admin import RouterAdmin
 
-def add_run_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --run to a command."""
+
+def add_run_flag(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    """Add --run to a command. `default`: argparse.SUPPRESS below a command that has it, too."""
     parser.add_argument(
         "--run",
         dest="run_name",
         metavar="NAME",
+        default=default,
         help="which launch, where several run: its port, URL, pid or run directory",
     )
 
@@ -52,6 +59,23 @@ def check_seconds(flag: str, seconds: float | None) -> None:
     """Raises ConfigError for a duration that the router would not wait for."""
     if seconds is not None and not 0 <= seconds <= MAX_WAIT_S:
         raise ConfigError(f"{flag}: a number of seconds from 0 to {MAX_WAIT_S:g} was expected, got {seconds:g}")
+
+
+def ask_router(arguments: argparse.Namespace, call: "Callable[[RouterAdmin], Awaitable[Any]]") -> Any:
+    """What the router of the launch that is meant answers."""
+    from pdkv.launch.router_admin import RouterAdmin
+
+    async def ask() -> Any:
+        return await call(RouterAdmin(find_run(arguments)))
+
+    return asyncio.run(ask())
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Rows of cells, the first one a heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def add_drain_flag(parser: argparse.ArgumentParser) -> None:

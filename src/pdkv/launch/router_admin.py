@@ -46,6 +46,10 @@ class RouterAdmin:
         answer = await self._call("GET", "/admin/cache")
         return list(answer["engines"])
 
+    async def order_cache(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Look a prompt's KV up, clear, pin, unpin or prefetch it (router/http/cache_pages.py)."""
+        return await self._call("POST", f"/admin/cache/{action}", body)
+
     async def drain(self, name: str, wait_s: float, *, move: bool = False) -> dict[str, Any]:
         """Give an engine nothing new; the answer comes when it is drained, or after `wait_s`.
 

@@ -36,6 +36,8 @@ ConnectorKind = Literal["store", "pull", "push"]
 ChecksumMode = Literal["off", "sample", "on"]
 FinishReason = Literal["stop", "length"]
 
+CacheAction = Literal["lookup", "clear", "pin", "unpin", "prefetch"]
+
 RequestKey = tuple[str, int]
 """(request_id, attempt)."""
 
@@ -343,6 +345,25 @@ class Resync(Message, frozen=True):
     """Ask for the whole cache content again: KVEvents that begin with a `cleared`."""
 
 
+class CacheOrder(Message, frozen=True, kw_only=True):
+    """An operator's question about what is cached, or order to change it; answered by a CacheAnswer."""
+
+    order_id: Id
+    action: CacheAction
+    keys: BlockKeys | None = None  # of a prompt's full hash blocks, in their order; None: all that there is
+    tier: Text = ""  # its name, "multi/1-store/0-host", the last part of that, or its kind, "host"; empty: all
+    ttl_s: Seconds | None = None  # of pins; None: until they are taken away
+    timeout_s: Seconds = 10.0  # tiers that have not answered by then are late
+
+    def within(self, name: str) -> "CacheOrder":
+        """The same to a part of that name."""
+        return msgspec.structs.replace(self, tier=self.tier.removeprefix(f"{name}/"))
+
+    def is_about(self, tier: str) -> bool:
+        """Whether it names a tier, such as "0-host", of the part that it went to."""
+        return self.tier in ("", tier, tier.partition("-")[2])
+
+
 # --- both directions ----------------------------------------------------------------------------------------------
 
 
@@ -499,6 +520,29 @@ class TierEvents(Message, frozen=True):
     stored: BlockKeys = []
 
 
+class TierAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of a CacheOrder in one tier of an engine; of one that failed, why."""
+
+    tier: Text
+    num_tokens: Count = 0  # of the prompt, from its beginning, that the tier has, or that were pinned there
+    num_values: Count = 0  # blocks of a pool, or values of a store, that it was about
+    code: Id = ""
+    problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""
+
+
+class CacheAnswer(Message, frozen=True):
+    """What became of a CacheOrder on one engine."""
+
+    order_id: Id
+    tiers: Annotated[list[TierAnswer], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # those that the order names
+    known: Annotated[list[Text], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # all that there are
+
+    def under(self, name: str) -> "CacheAnswer":
+        """The same, of tiers that are parts of `name`."""
+        tiers = [msgspec.structs.replace(tier, tier=f"{name}/{tier.tier}") for tier in self.tiers]
+        return CacheAnswer(self.order_id, tiers, [f"{name}/{tier}" for tier in self.known])
+
+
 class BlockCounts(msgspec.Struct, frozen=True):
     """The ownership equation: free + cached + active + leased + quarantined = total."""
 
@@ -582,7 +626,9 @@ class Beat(Message, frozen=True):
     predicted_s: Seconds = 0.0  # how long that should take
 
 
-RouterToEngine = Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Trial | Peers | Resync
+RouterToEngine = (
+    Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Trial | Peers | Resync | CacheOrder
+)
 EngineToRouter = (
     Ready
     | Tokens
@@ -596,6 +642,7 @@ EngineToRouter = (
     | Trial
     | KVEvents
     | TierEvents
+    | CacheAnswer
     | LoadReport
     | Disconnect
     | Beat

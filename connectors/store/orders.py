@@ -1,0 +1,233 @@
+"""Operators' orders about the tiers of a store: what they hold of a prompt, and what shall go, stay or come nearer.
+
+Each rank has a thread for them, beside those that load and save; what it found goes with the results of a step to the
+scheduler side, which makes one answer of all ranks'.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import product
+
+import msgspec
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
+from pdkv.connectors.store.plan import StoreCut, Value
+from pdkv.errors import PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
+from pdkv.kv_store.base import KVStore
+from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, TierAnswer
+
+logger = logging.getLogger(__name__)
+
+MAX_ORDERS = 16
+"""That wait on one rank; further ones are refused."""
+
+JOIN_TIMEOUT_S = 5.0
+
+Prefetch = Callable[[Sequence[Value], KVStore, float], None]
+"""(values, the first tier, deadline): read this rank's parts of those that the first tier lacks: so it gets them."""
+
+_answers = msgspec.msgpack.Decoder(CacheAnswer)
+
+
+def name_of(order: CacheOrder) -> TransferKey:
+    """By which its results are known among those of transfers."""
+    return (f"{order.order_id}/order", 0)
+
+
+def values_of(cut: StoreCut, block_keys: Sequence[bytes]) -> list[Value]:
+    """All whole values of a prompt, group by group."""
+    stop = len(block_keys) * HASH_BLOCK_SIZE
+    return [value for group in range(len(cut.windows)) for value in cut.whole_values(block_keys, 0, stop, group)]
+
+
+def longest_hit(cut: StoreCut, block_keys: Sequence[bytes], there: Container[bytes]) -> int:
+    """Tokens of the longest hit in values of these keys: none is missing in groups without a window, and in the others
+    none that the next token sees.
+    """
+    step = cut.hit_tokens
+    stop = len(block_keys) * HASH_BLOCK_SIZE // step * step
+    chain = cut.values_to_load(block_keys, 0, stop, windowed=False)
+    stop = next((value.start for value in chain if value.key not in there), stop) // step * step
+    while stop and cut.has_windows:
+        seen = cut.values_to_load(block_keys, 0, stop, windowed=True)
+        if all(value.key in there for value in seen):
+            break
+        stop -= step
+    return stop
+
+
+class OrderBook:
+    """The scheduler side's: orders on their way, and what came of them."""
+
+    def __init__(self) -> None:
+        self._new: list[CacheOrder] = []
+        self._under_way: dict[TransferKey, CacheOrder] = {}
+        self._answers: list[CacheAnswer] = []
+
+    def add(self, order: CacheOrder) -> None:
+        """For the next metadata."""
+        self._new.append(order)
+
+    def take_new(self) -> list[CacheOrder]:
+        """Those that the workers shall carry out now."""
+        orders, self._new = self._new, []
+        self._under_way.update((name_of(order), order) for order in orders)
+        return orders
+
+    def settle(self, results: TransferResults) -> tuple[TransferResults, list[CacheOrder]]:
+        """What else there is in a step's results, and the orders that were carried out."""
+        ended = self._under_way.keys() & results.finished_sending
+        if not ended:
+            return results, []
+        sent = dict(results.finished_sending)
+        orders = [self._under_way.pop(key) for key in ended]
+        for order in orders:
+            self._answers.append(_merge(order, sent.pop(name_of(order)).notes))
+        return results._replace(finished_sending=sent), orders
+
+    def take_answers(self) -> list[CacheAnswer]:
+        """Those that came since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+
+def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
+    """All ranks' answers as one: values add up, the tokens are the first rank's, any of them may have failed."""
+    by_rank = [_answers.decode(note) for note in notes]
+    merged: dict[str, TierAnswer] = {}
+    for answer in (tier for rank in by_rank for tier in rank.tiers):
+        known = merged.get(answer.tier)
+        merged[answer.tier] = answer if known is None else TierAnswer(
+            answer.tier,
+            max(known.num_tokens, answer.num_tokens),
+            known.num_values + answer.num_values,
+            known.code or answer.code,
+            known.problem or answer.problem,
+        )  # fmt: skip
+    return CacheAnswer(order.order_id, list(merged.values()), by_rank[0].known)
+
+
+class TierOrders:
+    """What one rank does about orders. `carry_out` blocks: the store's deadlines bound it."""
+
+    def __init__(self, store: KVStore, cut: StoreCut, rank: int, prefetch: Prefetch) -> None:
+        self._store = store
+        self._cut = cut
+        self._rank = rank
+        self._prefetch = prefetch
+
+    def carry_out(self, order: CacheOrder, deadline: float) -> CacheAnswer:
+        """Tier by tier; one that fails says why, and the others go on."""
+        tiers = self._store.parts()
+        named = [name for name in tiers if order.is_about(name)]
+        if order.action == "prefetch" and not order.tier:
+            del named[1:]
+        answers = [self._try(order, name, tiers[name], deadline) for name in named]
+        return CacheAnswer(order.order_id, answers, list(tiers))
+
+    def refuse(self, order: CacheOrder, error: PdkvError) -> CacheAnswer:
+        """What is said where nothing was done."""
+        tiers = list(self._store.parts())
+        problem = str(error)[:MAX_PROBLEM_CHARS]
+        named = [TierAnswer(name, code=error.code, problem=problem) for name in tiers if order.is_about(name)]
+        return CacheAnswer(order.order_id, named, tiers)
+
+    def _try(self, order: CacheOrder, name: str, tier: KVStore, deadline: float) -> TierAnswer:
+        try:
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(f"what came before it took {order.timeout_s:g} s")
+            num_tokens, num_values = self._carry_out(order, tier, deadline)
+        except TransferError as error:
+            return TierAnswer(name, code=error.code, problem=str(error)[:MAX_PROBLEM_CHARS])
+        return TierAnswer(name, 0 if self._rank else num_tokens, num_values)
+
+    def _carry_out(self, order: CacheOrder, tier: KVStore, deadline: float) -> tuple[int, int]:
+        """(tokens of the prompt, values) that it was about."""
+        if order.keys is None:
+            if order.action not in ("clear", "unpin"):
+                raise StoreUnable(f"{order.action} is about the keys of a prompt, and none were given")
+            return 0, tier.discard(None) if order.action == "clear" else tier.unpin(None)
+        values = values_of(self._cut, order.keys)
+        own = self._own_keys(values)
+        match order.action:
+            case "clear":
+                return 0, tier.discard(own)
+            case "unpin":
+                return 0, tier.unpin(own)
+            case "pin":
+                return self._count(order.keys, values, tier.pin(own, order.ttl_s))
+            case "prefetch":
+                first = next(iter(self._store.parts().values()))
+                if tier is not first or len(self._store.parts()) == 1:
+                    raise StoreUnable("values are brought into the first of several tiers from those behind it")
+                self._prefetch(values, tier, deadline)
+        if self._rank:
+            return 0, 0  # the first one sees the parts of all
+        keys = [value.key + suffix for value, suffix in product(values, self._cut.suffixes)]
+        return self._count(order.keys, values, tier.contains(keys))
+
+    def _own_keys(self, values: Sequence[Value]) -> list[bytes]:
+        """Of the parts that this rank writes, as many of each value."""
+        return [key for value in values for key in self._cut.own_keys(value)]
+
+    def _count(self, block_keys: Sequence[bytes], values: Sequence[Value], there: Sequence[bool]) -> tuple[int, int]:
+        """Tokens of the hit, and values there. `there`: by key, those of each value side by side."""
+        size = len(there) // len(values) if values else 0
+        whole = {value.key for i, value in enumerate(values) if size and all(there[i * size : (i + 1) * size])}
+        return longest_hit(self._cut, block_keys, whole), sum(there)
+
+
+class OrderThread:
+    """Runs orders one after the other, on a thread that begins with the first. The step thread puts and takes.
+
+    Args:
+        notify: called when `take` has something.
+    """
+
+    def __init__(self, orders: TierOrders, notify: Callable[[], None]) -> None:
+        self._orders = orders
+        self._notify = notify
+        self._todo: queue.SimpleQueue[tuple[CacheOrder, float] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[TransferKey, TransferOutcome]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, order: CacheOrder) -> None:
+        """Queue an order; one too many is answered at once."""
+        if self._todo.qsize() >= MAX_ORDERS:
+            error = ServerBusy(f"{MAX_ORDERS} orders are waiting already")
+            self._answer(order, self._orders.refuse(order, error))
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pdkv-store-orders", daemon=True)
+            self._thread.start()
+        self._todo.put((order, time.monotonic() + order.timeout_s))
+
+    def take(self) -> dict[TransferKey, TransferOutcome]:
+        """What has been done since the last call. Never blocks."""
+        return dict(self._done.get_nowait() for _ in range(self._done.qsize()))
+
+    def close(self) -> None:
+        """End the thread behind the order that it is at. Idempotent."""
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join(JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("thread %s does not end", self._thread.name)
+
+    def _run(self) -> None:
+        while (item := self._todo.get()) is not None:
+            order, deadline = item
+            try:
+                answer = self._orders.carry_out(order, deadline)
+            except Exception as error:  # the thread goes on, and whoever asked hears of it
+                logger.exception("an order to %s what is stored ended with an error", order.action)
+                answer = self._orders.refuse(order, PdkvError(f"{type(error).__name__}: {error}"))
+            self._answer(order, answer)
+
+    def _answer(self, order: CacheOrder, answer: CacheAnswer) -> None:
+        self._done.put((name_of(order), TransferOutcome(notes=(msgspec.msgpack.encode(answer),))))
+        self._notify()

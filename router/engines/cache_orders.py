@@ -1,0 +1,71 @@
+"""Operators' orders about caches, on their way to engines: who was asked, and who has answered."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdkv.errors import EngineDied, TransferTimeout
+from pdkv.wire.messages import CacheAnswer, CacheOrder, TierAnswer
+
+SLACK_S = 1.0
+"""An engine says itself which tiers are late; one that says nothing by then does not answer."""
+
+
+class _Asked:
+    """An order, and the engines that have it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.answers: dict[str, CacheAnswer | None] = dict.fromkeys(names)
+        self.is_over = asyncio.Event()
+
+    def answer(self, name: str, answer: CacheAnswer) -> None:
+        if self.answers.get(name, answer) is None:
+            self.answers[name] = answer
+            if None not in self.answers.values():
+                self.is_over.set()
+
+
+class CacheOrders:
+    """Lives in the dispatcher's event loop, which tells it what engines say.
+
+    Args:
+        send: to an engine that is ready.
+    """
+
+    def __init__(self, send: Callable[[str, CacheOrder], None]) -> None:
+        self._send = send
+        self._asked: dict[str, _Asked] = {}
+
+    async def ask(self, names: Sequence[str], order: CacheOrder) -> dict[str, CacheAnswer]:
+        """What these engines, which are ready, answer; for one that does not, or dies meanwhile, a TierAnswer without a
+        tier's name says why.
+        """
+        order = msgspec.structs.replace(order, order_id=secrets.token_hex(8))
+        asked = self._asked[order.order_id] = _Asked(names)
+        try:
+            for name in names:
+                self._send(name, order)
+            async with asyncio.timeout(order.timeout_s + SLACK_S):
+                await asked.is_over.wait()
+        except TimeoutError:
+            late = TierAnswer("", code=TransferTimeout.code, problem=f"no answer within {order.timeout_s:g} s")
+            for name in names:
+                asked.answer(name, CacheAnswer(order.order_id, [late]))
+        finally:
+            del self._asked[order.order_id]
+        return {name: answer for name, answer in asked.answers.items() if answer is not None}
+
+    def answered(self, name: str, answer: CacheAnswer) -> bool:
+        """An engine says what became of an order; False: nobody waits for that."""
+        asked = self._asked.get(answer.order_id)
+        if asked is not None:
+            asked.answer(name, answer)
+        return asked is not None
+
+    def engine_down(self, name: str) -> None:
+        """It will not answer any more."""
+        for order_id, asked in self._asked.items():
+            gone = TierAnswer("", code=EngineDied.code, problem="the engine went away")
+            asked.answer(name, CacheAnswer(order_id, [gone]))

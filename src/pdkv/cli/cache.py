@@ -1,0 +1,132 @@
+"""`pd cache`: what pools and tiers of KV hold and gave, what they have of a prompt, and what shall go or stay."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from pdkv.cli.running import add_run_flag, ask_router, print_table
+from pdkv.errors import ConfigError
+from pdkv.host.memory_limits import format_bytes
+
+_ACTIONS = {
+    "lookup": "say how many tokens of a prompt each engine and tier has",
+    "clear": "drop what is cached: of a prompt, or --all",
+    "pin": "keep a prompt's KV in host memory, until it is unpinned or --ttl-s has passed",
+    "unpin": "take pins away: of a prompt, or --all",
+    "prefetch": "bring a prompt's KV from lower tiers into host memory",
+}
+
+
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add it to the `pd` parser."""
+    summary = "show what pools and tiers of KV hold, and what they gave; look a prompt up, clear, pin"
+    parser = commands.add_parser("cache", help=summary, description=f"{summary.capitalize()}.")
+    add_run_flag(parser)
+    parser.set_defaults(run=run_cache)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    for name, text in _ACTIONS.items():
+        _add_action(actions, name, text)
+
+
+def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str) -> None:
+    parser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    which.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the prompt")
+    which.add_argument(
+        "--messages", type=Path, metavar="FILE", help="a conversation: a JSON list, as chat requests have"
+    )
+    which.add_argument("--tokens", metavar="ID,ID,…", help="the prompt's token ids")
+    which.add_argument("--keys", metavar="HEX,HEX,…", help="keys of its blocks, from the first on")
+    if name in ("clear", "unpin"):
+        which.add_argument("--all", action="store_true", help="whatever there is")
+    parser.add_argument("--engine", metavar="NAME", help="this engine alone (default: all; prefetch: one)")
+    parser.add_argument("--tier", default="", metavar="TIER", help="this tier alone, such as pool, host, redis, 0-host")
+    parser.add_argument("--cache-salt", metavar="SALT", help="that of the prompt's requests")
+    parser.add_argument("--api-key", metavar="NAME", help="whose requests, where keys keep their KV apart")
+    if name == "pin":
+        parser.add_argument(
+            "--ttl-s", type=float, metavar="SECONDS", help="for how long (default: until it is unpinned)"
+        )
+    parser.add_argument("--timeout-s", type=float, default=10.0, metavar="SECONDS", help="deadline (default: 10)")
+    add_run_flag(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(run=run_action, action=name)
+
+
+def run_action(arguments: argparse.Namespace) -> int:
+    """Run `pd cache ACTION`: a line per engine and tier. Exit code 1: none could do it."""
+    body = _content(arguments)
+    for name in ("engine", "tier", "cache_salt", "api_key", "ttl_s", "timeout_s"):
+        value = getattr(arguments, name, None)
+        if value not in (None, ""):
+            body[name] = value
+    answer = ask_router(arguments, lambda router: router.order_cache(arguments.action, body))
+    heading: tuple[str, ...] = ("ENGINE", "TIER", "VALUES", "PROBLEM")
+    if arguments.action not in ("clear", "unpin"):
+        print(f"{answer['prompt_tokens']} tokens")
+        heading = ("ENGINE", "TIER", "TOKENS", "VALUES", "PROBLEM")
+    rows = [heading]
+    for engine in answer["engines"]:
+        told = [*engine["tiers"], *([{"tier": "-", "error": engine["error"]}] if "error" in engine else ())]
+        rows += [(engine["name"], *_cells(tier, len(heading) - 1)) for tier in told]
+    print_table(rows)
+    return 0
+
+
+def _cells(tier: dict[str, Any], size: int) -> tuple[str, ...]:
+    """Of a tier's line: its name, counts, and what went wrong."""
+    if "error" in tier:
+        return (tier["tier"], *["-"] * (size - 2), tier["error"]["message"])
+    counts = [str(tier["tokens"]), str(tier["values"])]
+    return (tier["tier"], *counts[4 - size :], "-")
+
+
+def _content(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The part of the body that says which KV is meant. Raises ConfigError for what is none."""
+    if arguments.prompt is not None:
+        return {"prompt": arguments.prompt}
+    if arguments.prompt_file is not None:
+        return {"prompt": _read("--prompt-file", arguments.prompt_file)}
+    if arguments.messages is not None:
+        text = _read("--messages", arguments.messages)
+        try:
+            return {"messages": json.loads(text)}
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--messages: {arguments.messages} is no JSON: {error}") from None
+    if arguments.tokens is not None:
+        try:
+            return {"tokens": [int(token) for token in arguments.tokens.split(",")]}
+        except ValueError:
+            raise ConfigError(
+                f"--tokens: numbers with commas between them were expected, got {arguments.tokens!r}"
+            ) from None
+    return {"keys": arguments.keys.split(",")} if arguments.keys is not None else {}
+
+
+def _read(flag: str, path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag}: {path} cannot be read: {error}") from None
+
+
+def run_cache(arguments: argparse.Namespace) -> int:
+    """Run `pd cache`: a line per engine's pool, and one per tier below it."""
+    rows = [("ENGINE", "TIER", "HOLDS", "OF", "HITS", "EVICTIONS", "FAILURES")]
+    for engine in ask_router(arguments, lambda router: router.caches()):
+        blocks, tokens = engine["blocks"], engine["prompt_tokens"]
+        num_used = blocks["total"] - blocks["free"]
+        rows.append((engine["name"], "pool", f"{num_used} blocks", str(blocks["total"]),
+                     f"{tokens['local_hit']} tokens", "-", "-"))  # fmt: skip
+        rows += [(engine["name"], *_tier_cells(tier)) for tier in engine["tiers"]]
+    print_table(rows)
+    return 0
+
+
+def _tier_cells(tier: dict[str, Any]) -> tuple[str, str, str, str, str, str]:
+    holds, capacity, evictions = "-", "-", "-"
+    if "capacity" in tier:
+        holds, capacity = f"{tier['values']} values, {format_bytes(tier['bytes'])}", format_bytes(tier["capacity"])
+        evictions = str(tier["evictions"])
+    return tier["tier"], holds, capacity, f"{tier['hits']} values", evictions, str(tier["failures"])

@@ -1,0 +1,155 @@
+"""Operators' orders about what a store holds: found, cleared, pinned and brought nearer, on all ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_rig import WAIT_S, Engine, FaultyStore, MakeEngine, chain, prefill, view
+
+from pdkv.connectors.base import SchedulerView
+from pdkv.connectors.store.orders import MAX_ORDERS, longest_hit
+from pdkv.connectors.transfer.aggregator import TransferAggregator
+from pdkv.errors import ServerBusy, StoreUnable, StoreUnavailable, TransferTimeout
+from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.host_store import HostStore
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.tiers import TieredStore
+from pdkv.wire.messages import CacheAnswer, CacheOrder, KVGroup, TierAnswer
+
+KEYS = chain(16, "0")  # of `prefill`'s prompt: 256 tokens, four values
+
+
+def order(engine: Engine, action: Any, keys: list[bytes] | None = KEYS, **fields: Any) -> dict[str, TierAnswer]:
+    """What all ranks together answer, by tier."""
+    asked = CacheOrder(order_id="o", action=action, keys=keys, **fields)
+    assert engine.scheduler.order_tiers(asked) == 1
+    meta = engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], []))
+    for worker in engine.workers:
+        worker.start_load_kv(meta)
+    joined = TransferAggregator(engine.tp)
+    while not (answers := engine.scheduler.take_tier_answers()):
+        assert engine.woken.acquire(timeout=WAIT_S)
+        results = engine.scheduler.resolve_results(joined.add([worker.get_finished() for worker in engine.workers]))
+        assert not results, "none of the engine's business"
+    (answer,) = answers
+    assert answer.order_id == "o"
+    return {tier.tier: tier for tier in answer.tiers}
+
+
+def find(engine: Engine, **fields: Any) -> dict[str, tuple[int, int]]:
+    """(tokens, values) by tier."""
+    return {name: (tier.num_tokens, tier.num_values) for name, tier in order(engine, "lookup", **fields).items()}
+
+
+@pytest.fixture(name="tiers")
+def two_tiers(tmp_path: Path) -> Iterator[TieredStore]:
+    host = HostStore(tmp_path / "host", StoreOptions(capacity=2 << 20))
+    with TieredStore([host, FileStore(tmp_path / "files")]) as store:
+        yield store
+
+
+@pytest.fixture(name="engine")
+def one_engine(tiers: TieredStore) -> Iterator[Engine]:
+    engine = Engine(tiers)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_prompt_is_found_and_cleared_tier_by_tier(tiers: TieredStore, tp: int) -> None:
+    engine = Engine(tiers, tp=tp)
+    try:
+        prefill(engine, 250)  # three values and a tail
+        assert find(engine) == {"0-host": (192, 3 * tp), "1-file": (192, 3 * tp)}
+        assert find(engine, keys=KEYS[:5], tier="file") == {"1-file": (64, tp)}
+        assert find(engine, keys=chain(16, "other"), tier="0-host") == {"0-host": (0, 0)}
+        assert order(engine, "clear", keys=KEYS[:8], tier="host")["0-host"].num_values == 2 * tp
+        assert find(engine) == {"0-host": (0, tp), "1-file": (192, 3 * tp)}, "behind a gap nothing is of use"
+        assert order(engine, "prefetch")["0-host"].num_tokens == 192
+        assert find(engine)["0-host"] == (192, 3 * tp)
+        assert order(engine, "clear")["1-file"].num_values == 3 * tp
+        assert find(engine) == {"0-host": (0, 0), "1-file": (0, 0)}
+    finally:
+        engine.close()
+
+
+def test_what_is_cleared_is_neither_believed_nor_told_any_more(engine: Engine) -> None:
+    prefill(engine, 192)
+    asked = view("u", num_tokens=193, salt="0")
+    assert engine.ask(asked) == 192
+    engine.scheduler.take_events()
+    order(engine, "clear")
+    assert [key for events in engine.scheduler.take_events() for key in events.removed] == KEYS[3::4]
+    assert engine.ask(asked) == 0
+    prefill(engine, 192, transfer_id="again")
+    assert engine.ask(view("w", num_tokens=193, salt="0")) == 192
+
+
+def test_all_of_host_memory_is_cleared_and_no_store_of_others(engine: Engine) -> None:
+    prefill(engine, 192)
+    answers = order(engine, "clear", keys=None)
+    assert answers["0-host"].num_values == 3
+    assert answers["1-file"].code == StoreUnable.code
+    assert "emptied as a whole" in answers["1-file"].problem
+    assert find(engine) == {"0-host": (0, 0), "1-file": (192, 3)}
+
+
+def test_pins_are_of_host_memory(engine: Engine) -> None:
+    prefill(engine, 192)
+    answers = order(engine, "pin", ttl_s=60.0)
+    assert (answers["0-host"].num_tokens, answers["0-host"].num_values) == (192, 3)
+    assert answers["1-file"].code == StoreUnable.code
+    assert order(engine, "unpin", keys=None, tier="host")["0-host"].num_values == 3
+    assert order(engine, "unpin", tier="host")["0-host"].num_values == 0
+
+
+def test_a_group_with_a_window_needs_what_the_next_token_sees(tiers: TieredStore) -> None:
+    groups = (KVGroup((0, 2)), KVGroup((1, 3), window=20))
+    engine = Engine(tiers, groups=groups)
+    try:
+        cut = engine.connectors[0].cut
+        full = {value.key for value in cut.whole_values(KEYS, 0, 256)}
+        seen = {value.key for value in cut.values_to_load(KEYS, 0, 128, windowed=True)}
+        assert longest_hit(cut, KEYS, full) == 0
+        assert longest_hit(cut, KEYS, full | seen) == 128
+        assert longest_hit(cut, KEYS, seen) == 0
+        assert find(engine) == {"0-host": (0, 0), "1-file": (0, 0)}
+    finally:
+        engine.close()
+
+
+def test_a_tier_that_fails_or_comes_too_late_says_so(make: MakeEngine, store: FaultyStore) -> None:
+    engine = make()
+    store.failing["contains"] = StoreUnavailable("gone")
+    (answer,) = order(engine, "lookup").values()
+    assert (answer.tier, answer.code, answer.problem) == ("0-faulty", StoreUnavailable.code, "gone")
+    (answer,) = order(engine, "lookup", timeout_s=0.0).values()
+    assert answer.code == TransferTimeout.code
+    store.failing["contains"] = ValueError("a defect")  # type: ignore[assignment]
+    (answer,) = order(engine, "lookup").values()
+    assert (answer.code, answer.problem) == ("internal_error", "ValueError: a defect")
+    (answer,) = order(engine, "prefetch").values()
+    assert answer.code == StoreUnable.code
+    assert order(engine, "lookup", tier="host") == {}
+
+
+def test_too_many_orders_are_refused_and_the_others_answered(make: MakeEngine, store: FaultyStore) -> None:
+    engine = make()
+    store.hold("contains")
+    for number in range(MAX_ORDERS + 2):
+        engine.scheduler.order_tiers(CacheOrder(order_id=f"{number}", action="lookup", keys=KEYS))
+        if number == 0:
+            engine.worker.start_load_kv(engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], [])))
+            store.wait_held("contains")
+    engine.worker.start_load_kv(engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], [])))
+    store.let_go("contains")
+    answers: list[CacheAnswer] = []
+    while len(answers) < MAX_ORDERS + 2:
+        engine.scheduler.resolve_results(engine.worker.get_finished())
+        new = engine.scheduler.take_tier_answers()
+        answers += new
+        assert new or engine.woken.acquire(timeout=WAIT_S)
+    refused = [answer.order_id for answer in answers if answer.tiers[0].code]
+    assert refused == [str(MAX_ORDERS + 1)]
+    assert {a.tiers[0].code for a in answers} == {"", ServerBusy.code}
