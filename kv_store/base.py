@@ -127,6 +127,21 @@ class KVStore(ABC):
         """The stores that it consists of, fastest first, by the names of `count_tiers`."""
         return {tier_name(0, self): self}
 
+    # --- what will be read soon: what a store does not know of costs nothing ----------------------------------------
+
+    @property
+    def look_ahead_bytes(self) -> int:
+        """Of values that may be expected at a time; 0: the store does nothing with that."""
+        return 0
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """They will be read soon, in this order: other values make room before them. Does not block."""
+        return
+
+    def unexpect(self, keys: Sequence[bytes]) -> None:
+        """Nobody is known any more who will read them. Does not block."""
+        return
+
     def count_damaged(self) -> int:
         """Values since the start that the store itself found damaged, and called misses. Does not block."""
         return 0

@@ -161,6 +161,18 @@ class HostStore(TellingStore):
         own = self.own
         return own.count() if own is not None else Held()
 
+    def expect(self, keys: Sequence[bytes]) -> None:
+        if self.own is not None:
+            self.own.expect(map(key_of, keys))
+
+    def unexpect(self, keys: Sequence[bytes]) -> None:
+        if self.own is not None:
+            self.own.unexpect(map(key_of, keys))
+
+    @property
+    def look_ahead_bytes(self) -> int:
+        return self.count_held().capacity // 2
+
     def coldest(self, num_bytes: int) -> list[Sized]:
         own = self.own
         return own.coldest(num_bytes) if own is not None else []

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class SegmentWriter:
         self.num_evicted = 0
         self._lock = threading.Lock()
         self._held: OrderedDict[Key, _Held] = OrderedDict()  # least recently used first
+        self._expected: dict[Key, None] = {}  # will be read soon, in this order; not all of them are here
         self._pins: dict[Key, float] = {}  # until when; they end with this process
         self._free_pages: list[int] = []
         self._free_entries: list[int] = []
@@ -62,11 +64,13 @@ class SegmentWriter:
         found: list[Sized] = []
         with self._lock:
             num_missing = num_pages_for(num_bytes) - len(self._free_pages)
-            for key, held in self._held.items():
+            others = (key for key in self._held if key not in self._expected)
+            for key in chain(others, filter(self._held.__contains__, reversed(self._expected))):
                 if num_missing <= 0:
                     break
                 if key in self._pins:
                     continue
+                held = self._held[key]
                 num_missing -= len(held.pages)
                 if held.sized is not None:
                     found.append(held.sized)
@@ -157,6 +161,19 @@ class SegmentWriter:
                 del self._pins[key]
             return len(found)
 
+    def expect(self, keys: Iterable[Key]) -> None:
+        """They will be read soon, in this order: nothing of them goes before all else has gone, then the last ones."""
+        with self._lock:
+            self._expected.update(dict.fromkeys(keys))
+
+    def unexpect(self, keys: Iterable[Key]) -> None:
+        """They were read, or nobody will; those that are here are the most recently used ones now."""
+        with self._lock:
+            for key in keys:
+                self._expected.pop(key, None)
+                if (held := self._held.get(key)) is not None:
+                    self._use(key, held)
+
     @property
     def _num_bytes(self) -> int:
         return self.segment.num_pages * PAGE_BYTES
@@ -164,20 +181,26 @@ class SegmentWriter:
     # --- with the lock held -----------------------------------------------------------------------------------------
 
     def _evict(self) -> None:
-        """Drop the least recently used value that is not pinned. Pinned ones pass for used, so that each is met once.
+        """Drop the least recently used value that is neither pinned nor expected; those pass for used, so that each is
+        met once. Where there is none, that which is needed last.
 
         Raises:
-            StoreFull: there is none.
+            StoreFull: there is none that is not pinned.
         """
         now = time.monotonic()
         for _ in range(len(self._held)):
             key, held = next(iter(self._held.items()))
-            if self._pins.get(key, 0.0) <= now:
-                self._remove(key)
-                self.num_evicted += 1
-                return
+            if self._pins.get(key, 0.0) <= now and key not in self._expected:
+                break
             self._use(key, held)
-        raise StoreFull("host memory: all of it is being written, or pinned")
+        else:
+            free = (k for k in reversed(self._expected) if k in self._held and self._pins.get(k, 0.0) <= now)
+            found = next(free, None)
+            if found is None:
+                raise StoreFull("host memory: all of it is being written, or pinned")
+            key = found
+        self._remove(key)
+        self.num_evicted += 1
 
     def _end_pins(self) -> None:
         """Forget those whose time is over."""

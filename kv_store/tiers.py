@@ -95,6 +95,16 @@ class TieredStore(TellingStore):
         if errors:
             raise errors[0]
 
+    @property
+    def look_ahead_bytes(self) -> int:
+        return self.tiers[0].store.look_ahead_bytes
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        self.tiers[0].store.expect(keys)
+
+    def unexpect(self, keys: Sequence[bytes]) -> None:
+        self.tiers[0].store.unexpect(keys)
+
     def count_damaged(self) -> int:
         return sum(tier.store.count_damaged() for tier in self.tiers)
 

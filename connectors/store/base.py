@@ -110,7 +110,8 @@ class StoreConnector(KVConnector):
             known_for_s=self.options.known_for_s,
             probe_interval_s=self.probe_interval_s,
         )
-        return StoreScheduler(self.config, self.options, self.cut, lookups, StoreNews(self.store, self.cut))
+        news, ahead = StoreNews(self.store, self.cut), self.store.look_ahead_bytes
+        return StoreScheduler(self.config, self.options, self.cut, lookups, news, ahead)
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         values = SealedValues(self.store, self.sealer)

@@ -324,10 +324,19 @@ class StoreDrop(msgspec.Struct, frozen=True):
     tails: list[Value]
 
 
+class StoreAhead(NamedTuple):
+    """Values that a waiting request will load, and no other one before it."""
+
+    key: TransferKey
+    values: list[Value]
+
+
 class StoreMetadata(KVConnectorMetadata, kw_only=True):
-    """Loads, saves, drops and operators' orders that begin with a step."""
+    """Loads, saves, drops and operators' orders that begin with a step, and what is looked ahead for."""
 
     loads: list[StoreLoad] = msgspec.field(default_factory=list)
     saves: list[StoreSave] = msgspec.field(default_factory=list)
     drops: list[StoreDrop] = msgspec.field(default_factory=list)
     orders: list[CacheOrder] = msgspec.field(default_factory=list)
+    ahead: list[StoreAhead] = msgspec.field(default_factory=list)  # to be brought near, and to be spared
+    passed: list[StoreAhead] = msgspec.field(default_factory=list)  # of these, what nobody waits for any more

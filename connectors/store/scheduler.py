@@ -30,6 +30,7 @@ from pdkv.connectors.base import (
     TransferResults,
 )
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
+from pdkv.connectors.store.look_ahead import LookAhead
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
@@ -37,6 +38,7 @@ from pdkv.connectors.store.orders import OrderBook, values_of
 from pdkv.connectors.store.plan import (
     BlockSpan,
     Cut,
+    StoreAhead,
     StoreCut,
     StoreDrop,
     StoreLoad,
@@ -110,7 +112,9 @@ class StoreScheduler(SchedulerConnector):
         cut: StoreCut,
         lookups: KeyLookups,
         news: StoreNews,
+        look_ahead_bytes: int = 0,
     ) -> None:
+        """`look_ahead_bytes`: of a rank's values that the store spares for waiting requests; 0: none."""
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,
             confirmed_tokens=cut.hit_tokens,
@@ -136,6 +140,9 @@ class StoreScheduler(SchedulerConnector):
         self._handoffs: dict[TransferKey, list[Value]] = {}  # being saved or leased, with their tails
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # last keys of requests
         self._numbers = count()
+        self._look_ahead = (
+            LookAhead(cut, look_ahead_bytes, config.engine, self._found_ahead) if look_ahead_bytes else None
+        )
         self._payload = msgspec.msgpack.encode(cut.cut)
         self._news = news
         self._orders = OrderBook()
@@ -271,8 +278,7 @@ class StoreScheduler(SchedulerConnector):
         for load in loads:
             load.layerwise = load.key in scheduled  # others wait outside the batch
         saves = [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
-        for keys in view.waiting_keys:
-            self._prefetch(keys)
+        ahead, passed = self._look(view.waiting_keys)
         return StoreMetadata(
             step_id=view.step_id,
             needs_layer_hooks=any(load.layerwise for load in loads),
@@ -281,6 +287,8 @@ class StoreScheduler(SchedulerConnector):
             saves=saves,
             drops=self._drops(view),
             orders=self._orders.take_new(),
+            ahead=ahead,
+            passed=passed,
         )
 
     def _save(self, confirmed: ConfirmedRange) -> StoreSave | None:
@@ -371,13 +379,21 @@ class StoreScheduler(SchedulerConnector):
         over = [*view.aborted, *(key for key in view.finished if key not in handed_off)]
         return [StoreDrop(key, self._handoffs.pop(key)) for key in over if key in self._handoffs]
 
-    def _prefetch(self, block_keys: Sequence[bytes]) -> None:
-        """Look up what a waiting request may find, unless it has asked itself."""
-        if not self._is_first_sight(block_keys):
-            return
+    def _look(self, waiting_keys: Sequence[Sequence[bytes]]) -> tuple[list[StoreAhead], list[StoreAhead]]:
+        """What waiting requests may find: looked up, unless they have asked themselves, and brought near."""
+        if self._look_ahead is not None:
+            return self._look_ahead.update(waiting_keys)
+        for keys in waiting_keys:
+            if self._is_first_sight(keys):
+                self._found_ahead(keys)
+        return [], []
+
+    def _found_ahead(self, block_keys: Sequence[bytes]) -> int | None:
+        """How many of a waiting request's first tokens are stored; None: it is being looked up."""
         stop = len(block_keys) * HASH_BLOCK_SIZE // self._cut.hit_tokens * self._cut.hit_tokens
-        if stop >= max(self._options.min_hit_tokens, 1):
-            self._found(block_keys, _Sources(0, stop, []), wanted=False)
+        if stop < max(self._options.min_hit_tokens, 1):
+            return 0
+        return self._found(block_keys, _Sources(0, stop, []), wanted=False)
 
     def _is_first_sight(self, block_keys: Sequence[bytes]) -> bool:
         """Whether these keys are new here; remembers them."""

@@ -23,6 +23,8 @@ from pdkv.connectors.stats import stats_of_tiers
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.forms import Forms, Pace, choose_form
+from pdkv.connectors.store.near import LANE as AHEAD_LANE
+from pdkv.connectors.store.near import Ahead, NearValues, Passed
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.orders import OrderThread, TierOrders
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
@@ -96,7 +98,7 @@ class StoreWorker(TransferWorker):
             lanes=LaneConfig(
                 num_shared=options.io_threads,
                 idle_s=threading.TIMEOUT_MAX,  # no step starts a thread
-                max_lanes=options.save_threads,
+                max_lanes=options.save_threads + 1,
                 thread_name="pdkv-store",
             ),
         )
@@ -105,6 +107,7 @@ class StoreWorker(TransferWorker):
         self._cut = cut
         self._values = values
         self._coder = coder
+        self._near = NearValues(values.store, cut, self._prefetch)
         self._pace = Pace()
         self._wake = notify
         self._block_size = config.layout.block_size
@@ -134,13 +137,14 @@ class StoreWorker(TransferWorker):
         sizes = self._forms.all_sizes(parts)
         largest = max(body_bytes(per_value) for body_bytes in sizes)
         self._capacity = max(self._options.staging_bytes, largest)  # of a buffer, in bytes of bodies
-        threads = self._options.io_threads + self._options.save_threads
+        threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead
         buffer_size = buffer_bytes(self._capacity, min(body_bytes(1) for body_bytes in sizes))
         self._staging = StagingBuffers(threads, buffer_size, streams_of(kv_cache.device))
         if self._coder is not None:
             largest = per_value * max(self._pool.unit_bytes(part) for part in parts)
             self._image_staging = StagingBuffers(threads, largest, streams_of(kv_cache.device))
-        self.start_threads([("save", number) for number in range(self._options.save_threads)])
+        own: list[Lane] = [("save", number) for number in range(self._options.save_threads)]
+        self.start_threads([*own, AHEAD_LANE] if self._near.looks_ahead else own)
 
     def handshake(self) -> bytes:
         return msgspec.msgpack.encode(self._cut.cut)
@@ -162,6 +166,8 @@ class StoreWorker(TransferWorker):
                 name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])
                 tasks = [Task(_Delete(keys), self._save_lane(drop.key))] if keys else []
                 self.submit(name, "send", tasks)
+        if meta.ahead or meta.passed:
+            self._near.submit(self, meta)
 
         for order in meta.orders:
             self._orders.put(order)
@@ -252,6 +258,10 @@ class StoreWorker(TransferWorker):
                 return self._read(job, order)
             case _Write() as order:
                 return self._reported(lambda: self._write(job, order))
+            case Ahead(values):
+                return self._near.bring(job, values)
+            case Passed(values):
+                return self._near.let_go(values)
             case _Delete(keys):
                 return self._reported(lambda: self._values.store.delete(keys) or 0)
         raise AssertionError(job.order)
@@ -318,13 +328,19 @@ class StoreWorker(TransferWorker):
             return []
         return self._forms.in_form(order.pieces, self._cut.forms[-1] if form is None else form)
 
-    def _prefetch(self, values: Sequence[Value], first: KVStore, deadline: float) -> None:
+    def _prefetch(
+        self, values: Sequence[Value], first: KVStore, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Read this rank's parts of what the first tier lacks: those behind it are copied there by that.
+
+        Args:
+            check: raises where it has to stop; called between two buffers.
 
         Raises:
             TransferTimeout: not all of it within the deadline.
         """
         for pieces in self._pieces(values, owned=True):
+            check()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TransferTimeout("not all values were brought in time")

@@ -21,6 +21,7 @@ from benchmarks import (
     kv_hierarchy,
     layerwise,
     linears,
+    look_ahead,
     sampler,
     startup,
     step_thread,
@@ -180,6 +181,16 @@ def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_conversations_that_overflow_the_pool_are_played_with_a_host_tier_and_without(tmp_path: Path) -> None:
     check(kv_hierarchy.run_turns(Context(tmp_path, None, quick=True)))
+
+
+def test_looking_ahead_finds_as_much_in_host_memory_as_lru_at_every_size(tmp_path: Path) -> None:
+    [claim] = look_ahead.run(Context(tmp_path, None, quick=True))
+    check([claim])
+    assert claim.met
+    for share in look_ahead.SHARES:
+        rates = [claim.figures[f"{name} {share:.0%}"] for name in ("LRU", "spare", "spare and fetch")]
+        assert rates == sorted(rates)
+    assert claim.figures["LRU 10%"] < claim.figures["LRU 75%"]
 
 
 @pytest.mark.slow

@@ -442,3 +442,35 @@ def test_what_is_discarded_is_gone_pinned_or_not_and_others_values_stay(open_: O
     assert store.discard(None) == 2
     assert store.count_held().num_bytes == store.unpin(None) == 0
     assert other.contains([b"b", b"theirs"]) == [False, True]
+
+
+def test_what_is_expected_goes_last_and_the_latest_needed_first(open_: Open) -> None:
+    """Whether it was there when it became so, or came later; and what is not expected any more is like all others."""
+    store = open_()
+    room = own(store).segment.num_pages // 3
+    for number in range(room - 1):
+        put(store, number)
+    store.expect([key(0), key(1), key(500)])
+    put(store, 500)
+    for number in range(1000, 1000 + 2 * room):
+        put(store, number)
+    assert has(store, 0, 1, 500, 2) == [True, True, True, False]
+    assert own(store).num_evicted == 2 * room
+    assert [name for name, _ in store.coldest(CAPACITY)][-3:] == [key(500), key(1), key(0)]
+    store.unexpect([key(0), key(500)])
+    assert [name for name, _ in store.coldest(CAPACITY)][-3:] == [key(0), key(500), key(1)]
+    for number in range(2000, 2000 + room):
+        put(store, number)
+    assert has(store, 0, 1, 500) == [False, True, False]
+
+
+def test_a_segment_of_which_all_is_expected_still_takes_values(open_: Open) -> None:
+    store = open_()
+    room = own(store).segment.num_pages // 3
+    store.expect([key(number) for number in range(room + 1)])
+    for number in range(room + 1):
+        put(store, number)
+    assert has(store, 0, room - 2, room - 1, room) == [True, True, False, True]
+    assert len(own(store)) == room
+    store.delete([key(0)])
+    assert has(store, 0) == [False]

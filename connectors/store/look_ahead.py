@@ -1,0 +1,80 @@
+"""What the first waiting requests will load: brought near and kept there, before they are admitted.
+
+CachedAttention's scheduler-aware fetching and eviction (USENIX ATC '24, section 3.3). The window is bounded by what the
+fast tier may spare.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from pdkv.connectors.base import TransferKey
+from pdkv.connectors.store.plan import StoreAhead, StoreCut, Value
+
+
+class LookAhead:
+    """The scheduler side's window over the waiting requests. Used by the step thread alone."""
+
+    def __init__(
+        self, cut: StoreCut, max_bytes: int, name: str, found: Callable[[Sequence[bytes]], int | None]
+    ) -> None:
+        """`max_bytes`: of values of a rank in the window; `name`: what names of orders begin with; `found`: how many of
+        a chain's first tokens are stored, None: it is being looked up.
+        """
+        self._cut = cut
+        self._max_tokens = max_bytes // cut.layout.token_bytes
+        self._name = name
+        self._found = found
+        self._numbers = count()
+        self._window: dict[bytes, StoreAhead] = {}  # by a request's last key
+        self._num_users: Counter[bytes] = Counter()  # of a value
+        self._num_tokens = 0
+
+    def update(self, waiting: Sequence[Sequence[bytes]]) -> tuple[list[StoreAhead], list[StoreAhead]]:
+        """What is to be brought near, and what nobody waits for any more.
+
+        Args:
+            waiting: block keys of the first waiting requests, in the order of the queue.
+        """
+        if not waiting and not self._window:
+            return [], []
+        chains = {keys[-1]: keys for keys in waiting if keys}
+        left = [self._leave(last) for last in [*self._window] if last not in chains]
+        return self._enter(chains), [ahead for ahead in left if ahead is not None]
+
+    def _enter(self, chains: dict[bytes, Sequence[bytes]]) -> list[StoreAhead]:
+        """Requests that there is room for, without overtaking."""
+        entered: list[StoreAhead] = []
+        for last, keys in chains.items():
+            if last in self._window:
+                continue
+            stop = self._found(keys)
+            if stop is None:
+                continue
+            values = self._cut.values_to_load(keys, 0, stop) if stop else []
+            new = [value for value in values if value.key not in self._num_users]
+            num_tokens = sum(value.num_tokens for value in new)
+            if self._num_tokens + num_tokens > self._max_tokens:
+                break
+            self._num_tokens += num_tokens
+            self._num_users.update(value.key for value in values)
+            self._window[last] = StoreAhead(self._make_key(), values)
+            if new:
+                entered.append(StoreAhead(self._window[last].key, new))
+        return entered
+
+    def _leave(self, last: bytes) -> StoreAhead | None:
+        ahead = self._window.pop(last)
+        if not ahead.values:
+            return None
+        unused: list[Value] = []
+        for value in ahead.values:
+            self._num_users[value.key] -= 1
+            if not self._num_users[value.key]:
+                del self._num_users[value.key]
+                self._num_tokens -= value.num_tokens
+                unused.append(value)
+        return StoreAhead(ahead.key, unused)
+
+    def _make_key(self) -> TransferKey:
+        return f"{self._name}/ahead-{next(self._numbers)}", 1

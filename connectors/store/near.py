@@ -1,0 +1,82 @@
+"""The worker side of looking ahead: values of waiting requests come near, and are spared there until nobody waits."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pdkv.connectors.base import TransferKey
+from pdkv.connectors.store.plan import StoreCut, StoreMetadata, Value
+from pdkv.connectors.transfer.lanes import Lane
+from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
+from pdkv.errors import StoreError, TransferTimeout
+from pdkv.kv_store.base import KVStore
+
+logger = logging.getLogger(__name__)
+
+LANE: Lane = ("ahead", 0)
+"""One thread, that brings one buffer's worth at a time, in the order of the queue."""
+
+MAX_AGE_S = 60.0
+"""What has not been brought near after so long is left where it is."""
+
+
+class Ahead(NamedTuple):
+    """Values that will be loaded soon."""
+
+    values: list[Value]
+
+
+class Passed(NamedTuple):
+    """Values of which that is no longer known."""
+
+    values: list[Value]
+
+
+class NearValues:
+    """What one rank does about them."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        cut: StoreCut,
+        prefetch: Callable[[Sequence[Value], KVStore, float, Callable[[], None]], None],
+    ) -> None:
+        """`prefetch`: brings values into the first tier, until a deadline; calls what is given to it now and then."""
+        self._store = store
+        self._prefetch = prefetch
+        self._cut = cut
+        self.looks_ahead = store.look_ahead_bytes > 0
+
+    def submit(self, worker: TransferWorker, meta: StoreMetadata) -> None:
+        """A step's orders. What was not brought near in time is not: its load is under way, or nobody wants it now."""
+        for passed in meta.passed:
+            worker.drop(passed.key)
+            name, attempt = passed.key
+            if passed.values:
+                self._submit_one(worker, (f"{name}/passed", attempt), Passed(passed.values))
+        for ahead in meta.ahead:
+            self._submit_one(worker, ahead.key, Ahead(ahead.values))
+
+    def _submit_one(self, worker: TransferWorker, key: TransferKey, order: Ahead | Passed) -> None:
+        """Every rank reports its end, also one that has nothing to do."""
+        worker.submit(key, "send", [Task(order, LANE, timeout_s=2 * MAX_AGE_S)] if self.looks_ahead else [])
+
+    def bring(self, job: Job, values: Sequence[Value]) -> int:
+        """Nothing is loaded or saved: 0 bytes. A store that fails is no trouble of this job: a load will see."""
+        self._store.expect(self._keys_of(values))
+        first, *others = self._store.parts().values()
+        if others:
+            try:
+                self._prefetch(values, first, job.started + MAX_AGE_S, job.check)
+            except (StoreError, TransferTimeout) as error:
+                logger.debug("values of waiting requests stay where they are: %s", error)
+        return 0
+
+    def let_go(self, values: Sequence[Value]) -> int:
+        """They are values like all others."""
+        self._store.unexpect(self._keys_of(values))
+        return 0
+
+    def _keys_of(self, values: Sequence[Value]) -> list[bytes]:
+        """Of the parts that this rank writes, in the order of their tokens."""
+        return [key for value in values for key in self._cut.own_keys(value)]
