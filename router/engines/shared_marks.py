@@ -29,6 +29,9 @@ MAX_MARKS = 1024
 
 _RETRY_S = 1.0
 _TIMEOUT_S = 2.0
+_CANCEL_AGAIN_S = 0.1
+"""The client sends by `asyncio.wait_for`, which before Python 3.12 swallows a cancellation while a send completes."""
+
 _MAX_BYTES = 1 << 20
 
 
@@ -85,20 +88,22 @@ class SharedMarks:
         self._marks: dict[Subject, str] = {}
         self._ended: set[Subject] = set()
         self._news = asyncio.Event()
-        self._failing = False
+        self._failing: set[str] = set()  # "listen", "tell"
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin, in the running event loop."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._keep_at(work)) for work in (self._listen, self._tell)]
+        works = {"listen": self._listen, "tell": self._tell}
+        self._tasks = [loop.create_task(self._keep_at(name, work)) for name, work in works.items()]
 
     async def close(self) -> None:
         """End, and leave no task or connection. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            _, left = await asyncio.wait(self._tasks, timeout=_CANCEL_AGAIN_S)
+            self._tasks = [*left]
         with contextlib.suppress(Exception):
             await self._redis.aclose()
 
@@ -109,8 +114,8 @@ class SharedMarks:
             self._news.set()
         self._marks = dict(marks)
 
-    async def _keep_at(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do it again and again: Redis may die and come back. That it does is logged once, and counted."""
+    async def _keep_at(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do it again and again: Redis may die and come back. That it does is logged once for both, and counted."""
         while True:
             try:
                 await work()
@@ -118,8 +123,13 @@ class SharedMarks:
                 self.num_failures += 1
                 if not self._failing:
                     logger.warning("engines' marks are not shared now: %s: %s", self._url, without_secrets(str(error)))
-                self._failing = True
+                self._failing.add(name)
             await asyncio.sleep(_RETRY_S)
+
+    def _succeeded(self, name: str) -> None:
+        if self._failing == {name}:
+            logger.info("engines' marks are shared again: %s", self._url)
+        self._failing.discard(name)
 
     async def _tell(self) -> None:
         while True:
@@ -132,13 +142,12 @@ class SharedMarks:
             if told:
                 await self._redis.publish(CHANNEL, _encoder.encode(_Told(self._router_id, told)))
                 self._ended.difference_update(subject for subject, _ in ended)
+            self._succeeded("tell")
 
     async def _listen(self) -> None:
         async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
             await channel.subscribe(CHANNEL)
-            if self._failing:
-                logger.info("engines' marks are shared again: %s", self._url)
-            self._failing = False
+            self._succeeded("listen")
             while True:
                 message = await channel.get_message(timeout=None)
                 if message is not None:

@@ -95,7 +95,8 @@ class Keeper:
                     continue
                 failures = 0 if self._care.clock() - began > _STABLE_S else failures
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._interrupt.wait(), backoff_s(failures))
+                async with asyncio.timeout(backoff_s(failures)):  # wait_for may swallow a cancellation before 3.12
+                    await self._interrupt.wait()
             failures += 1
 
     async def _end_of(self, children: Sequence[Child]) -> bool:

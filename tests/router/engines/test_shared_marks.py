@@ -1,6 +1,7 @@
 """Marks of engines travel between routers through a real Redis, and its death harms nothing."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -142,22 +143,48 @@ def test_an_engine_of_the_same_name_in_another_launch_is_another_one(server: Red
 
 
 def test_redis_may_die_and_come_back(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    def logged(words: str) -> int:
+        return sum(f"marks are {words}" in record.getMessage() for record in caplog.records)
+
     async def body(first: Router, second: Router) -> None:
         first.fleet.engines["decode-0"].health.beat(Beat("e0", 9.0, 0.1))
         server.kill()
         first.say()
-        while first.marks.num_failures < 4:  # of both tasks, at least twice
+        while first.marks.num_failures < 4 or not second.marks.num_failures:
             await asyncio.sleep(0.01)
         assert first.decodes() == ["decode-1"]
         assert second.decodes() == ["decode-0", "decode-1"]
         server.start()
         await second.until(lambda: second.decodes() == ["decode-1"])
+        while logged("shared again") < 2:  # each hears and tells on its own
+            await asyncio.sleep(0.01)
 
     with caplog.at_level(logging.INFO):
         run(server, body)
-    texts = [record.getMessage() for record in caplog.records if "marks are" in record.getMessage()]
-    assert sum("are not shared now" in text for text in texts) == 2, "once per router"
-    assert sum("are shared again" in text for text in texts) == 2
+    assert logged("not shared now") == 2, "once per router"
+    assert logged("shared again") == 2
+
+
+def test_closing_ends_what_the_client_has_not_cancelled(server: RedisServer) -> None:
+    """What is under way is sometimes done with all the same (`asyncio.wait_for` of Python 3.11)."""
+
+    async def body(first: Router, second: Router) -> None:
+        published = asyncio.Event()
+
+        async def publish(channel: str, message: bytes) -> None:
+            if not published.is_set():
+                published.set()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+
+        first.marks._redis.publish = publish
+        first.fleet.engines["decode-0"].health.beat(Beat("e0", 9.0, 0.1))
+        first.say()
+        await published.wait()
+        async with asyncio.timeout(5):
+            await first.marks.close()
+
+    run(server, body)
 
 
 def test_messages_that_make_no_sense_are_counted_and_dropped(server: RedisServer) -> None:
