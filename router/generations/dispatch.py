@@ -233,6 +233,11 @@ class Dispatcher(Listener):
         self.counters.started += 1
         return self._launch(request, route, now)
 
+    def start_on(self, name: str, request: GenerateRequest) -> Generation:
+        """Send a request to this engine, which is ready and does all of it, whatever its role."""
+        self.counters.started += 1
+        return self._launch(request, Route(name, name), self._clock())
+
     def _launch(self, request: GenerateRequest, route: Route, now: float) -> Generation:
         """Begin a generation on these engines."""
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)

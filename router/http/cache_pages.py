@@ -13,15 +13,20 @@ from pdkv.limits import check_cache_salt, clip
 from pdkv.options import did_you_mean
 from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.generations.request import GenerateRequest
 from pdkv.router.http.chat import read_conversation
 from pdkv.router.http.decoding import BodyDecoder
 from pdkv.router.http.prompts import check_length, encode
 from pdkv.router.http.protocol import Message, TokenizeChatBody
 from pdkv.router.http.served_model import ServedModel
+from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import CacheAction, CacheAnswer, CacheOrder, TierAnswer
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
+
+POOL = "pool"
+"""The tier that is an engine's own blocks (engine/cache_orders.py)."""
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -88,12 +93,15 @@ class CachePages:
         body = await asyncio.to_thread(_BODY.decode, data)
         _check(action, body)
         engines = _choose(self._dispatcher.fleet, body.engine)
-        keys, num_tokens = await asyncio.to_thread(self._keys_of, action, body, engines[0])
+        tokens, keys, num_tokens = await asyncio.to_thread(self._read, body, engines[0])
         if action == "prefetch" and body.engine is None:
             engines = _one_of(engines, keys or ())
         order = CacheOrder(
             order_id="", action=action, keys=keys, tier=body.tier, ttl_s=body.ttl_s, timeout_s=body.timeout_s
         )
+        if action == "prefetch" and body.tier == POOL:
+            await self._load(engines[0].name, order, tokens, self._salt_of(body))
+            order = msgspec.structs.replace(order, action="lookup")
         answers = await self._dispatcher.cache_orders.ask([engine.name for engine in engines], order)
         _check_answers(order, answers)
         told: dict[str, Any] = {"prompt_tokens": num_tokens} if keys is not None else {}
@@ -101,15 +109,42 @@ class CachePages:
             told["keys"] = [key.hex() for key in keys or ()]
         return told | {"engines": [_describe(engine, answers[engine.name]) for engine in engines]}
 
-    def _keys_of(self, action: CacheAction, body: CacheBody, engine: EngineState) -> tuple[list[bytes] | None, int]:
-        """(the block keys that are meant, or None: all; tokens of the prompt)."""
+    async def _load(self, name: str, order: CacheOrder, tokens: list[int] | None, salt: str) -> None:
+        """Let an engine's own blocks have what tiers have of a prompt: it runs that and one token more."""
+        if tokens is None:
+            raise InvalidRequest(
+                "keys: to load into an engine's own blocks, give the prompt or its tokens", param="keys"
+            )
+        ask = self._dispatcher.cache_orders.ask
+        answers = await ask([name], msgspec.structs.replace(order, action="lookup", tier=""))
+        there = {tier.tier: tier.num_tokens for tier in answers[name].tiers}
+        num_found = max(there.values(), default=0)
+        if num_found <= there.get(POOL, 0) or not self._dispatcher.fleet.is_ready(name):
+            return
+        behind = tokens[num_found : num_found + 1] or tokens[:1]  # any: only the token behind a hit is computed
+        request = GenerateRequest(
+            prompt_token_ids=[*tokens[:num_found], *behind][: self._model().max_model_len - 1],
+            params=SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True),
+            cache_salt=salt,
+            timeout_s=order.timeout_s,
+            label="cache-prefetch",
+        )
+        generation = self._dispatcher.start_on(name, request)
+        try:
+            async for _ in generation:
+                pass
+        finally:
+            generation.abort()
+
+    def _read(self, body: CacheBody, engine: EngineState) -> tuple[list[int] | None, list[bytes] | None, int]:
+        """(tokens of the prompt that is meant, if they are known; its block keys, or None: all; how many tokens)."""
         assert engine.card is not None
         block = engine.card.hash_block_size
         if body.keys is not None:
-            return _parse_keys(body.keys), len(body.keys) * block
+            return None, _parse_keys(body.keys), len(body.keys) * block
         tokens = _tokens_of(body, self._model())
         if tokens is None:
-            return None, 0
+            return None, None, 0
         if len(tokens) < block:
             raise InvalidRequest(
                 f"the prompt has {len(tokens)} tokens; KV is found in blocks of {block}: there is none of it",
@@ -118,7 +153,7 @@ class CachePages:
         layout, salt = engine.card.layout.identity, self._salt_of(body)
         keys: list[bytes] = []
         extend_keys(keys, root_key(model=engine.card.model, layout=layout, cache_salt=salt), tokens)
-        return keys, len(tokens)
+        return tokens, keys, len(tokens)
 
     def _salt_of(self, body: CacheBody) -> str:
         salt = body.cache_salt or ""

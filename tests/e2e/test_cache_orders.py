@@ -64,6 +64,8 @@ def test_a_prompts_kv_is_found_cleared_prefetched_and_pinned(
         assert [tokens_in(tier) for tier in ("pool", HOST, FILES)] == [0, 0, 192]
         assert "192" in cache("prefetch")
         assert [tokens_in(tier) for tier in ("pool", HOST)] == [0, 192]
+        assert "192" in cache("prefetch", "--tier", "pool", "--engine", "decode-0")
+        assert tokens_in("pool", "decode-0") == 192
         assert computed() == 200 - 192
 
         assert "192" in cache("pin", "--tier", "host", "--ttl-s", "600")

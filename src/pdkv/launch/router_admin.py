@@ -48,7 +48,7 @@ class RouterAdmin:
 
     async def order_cache(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
         """Look a prompt's KV up, clear, pin, unpin or prefetch it (router/http/cache_pages.py)."""
-        return await self._call("POST", f"/admin/cache/{action}", body)
+        return await self._call("POST", f"/admin/cache/{action}", body, busy_s=float(body.get("timeout_s", 0.0)))
 
     async def drain(self, name: str, wait_s: float, *, move: bool = False) -> dict[str, Any]:
         """Give an engine nothing new; the answer comes when it is drained, or after `wait_s`.
@@ -82,12 +82,12 @@ class RouterAdmin:
         await self._call("DELETE", f"{_of(name)}?force=true")
 
     async def _call(
-        self, method: str, path: str, body: object = None, *, wait_s: float | None = None
+        self, method: str, path: str, body: object = None, *, wait_s: float | None = None, busy_s: float = 0.0
     ) -> dict[str, Any]:
         """The answer of the first router that gives one.
 
         `wait_s`: how long it may wait before it answers, which `path`, that has a query, does not say yet. Each one
-        that is asked gets what is left of it.
+        that is asked gets what is left of it. `busy_s`: how long it may be at what the body asks for.
 
         Raises:
             Refused: it says no.
@@ -97,7 +97,7 @@ class RouterAdmin:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (wait_s or 0.0)
         try:
-            async with asyncio.timeout_at(deadline + self._patience_s):
+            async with asyncio.timeout_at(deadline + busy_s + self._patience_s):
                 while True:
                     wait = f"&wait_s={max(deadline - loop.time(), 0.0):g}" if wait_s is not None else ""
                     try:

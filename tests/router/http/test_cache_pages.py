@@ -14,9 +14,9 @@ from pdkv.block_keys import extend_keys, root_key
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.operations import Operations
 from pdkv.router.http.admin import create_admin_app
-from pdkv.wire.messages import CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.messages import CacheAnswer, CacheOrder, Submit, TierAnswer
 
-TEXT = "0123456789 " * 4
+TEXT = "0123456789 " * 6
 
 Answers = Callable[[str, CacheOrder], list[TierAnswer] | None]
 
@@ -194,5 +194,34 @@ def test_an_engine_that_dies_or_is_silent_is_told_of_beside_the_others() -> None
         late = CacheAnswer("nobody's", [])
         operator.system.backends["prefill-0"].say(late)
         assert operator.system.dispatcher.counters.dropped_messages == 1
+
+    with_operator(check, answers)
+
+
+def test_what_tiers_have_is_loaded_into_an_engines_own_blocks_by_a_request() -> None:
+    asked: list[str] = []
+
+    def answers(name: str, order: CacheOrder) -> list[TierAnswer]:
+        asked.append(order.action)
+        pool = TierAnswer("pool", 32 if len(asked) > 1 else 0, 2)
+        return [pool] if order.tier == "pool" else [pool, TierAnswer("store/0-host", 32, 2)]
+
+    async def check(operator: Operator) -> None:
+        order = {"prompt": TEXT, "tier": "pool", "engine": "decode-0", "cache_salt": "s"}
+        answer = await operator.ask("prefetch", order)
+        assert answer.json()["engines"] == [
+            {"name": "decode-0", "role": "decode", "tiers": [{"tier": "pool", "tokens": 32, "values": 2}]}
+        ]
+        backends = operator.system.backends
+        (submit,) = backends["decode-0"].heard(Submit)
+        assert (submit.prompt_token_ids, submit.kv, submit.cache_salt) == (ids(TEXT)[:33], "local", "s")
+        assert submit.params.max_tokens == 1
+        assert not backends["prefill-0"].heard(Submit)
+        await operator.ask("prefetch", order)
+        assert len(backends["decode-0"].heard(Submit)) == 1, "it is there already"
+        assert asked == ["lookup"] * 4
+        keys = [key.hex() for key in keys_of(operator.system, TEXT)]
+        found = await operator.refusal("prefetch", {"keys": keys, "tier": "pool"})
+        assert (found[0], found[1]) == (400, "keys")
 
     with_operator(check, answers)
