@@ -43,6 +43,17 @@ A hand-off keeps the attempt that computed it. Any later attempt of its request 
 a pull and a store find it by `RequestView.source_key`, a push is sent anew for every ticket until the lease ends.
 """
 
+Direction = Literal["send", "receive"]
+"""Of a transfer, as its engine sees it: what it borrows for a prompt and what it hands over of it have one key."""
+
+
+class Cancel(NamedTuple):
+    """A transfer that the engine gives up."""
+
+    key: TransferKey
+    direction: Direction
+
+
 LoadMode = Literal["async", "layerwise"]
 
 
@@ -198,7 +209,7 @@ class SchedulerView(msgspec.Struct, frozen=True):
     finished: Sequence[TransferKey]
     aborted: Sequence[TransferKey]
     waiting_keys: Sequence[Sequence[bytes]]  # block keys of the first waiting requests, for a store to prefetch
-    cancelled: Sequence[TransferKey] = ()  # the engine gave these transfers up: the workers cancel them in this step
+    cancelled: Sequence[TransferKey] = ()  # the engine gave these loads up: the workers cancel them in this step
 
 
 # --- what a connector answers -------------------------------------------------------------------------------------
@@ -420,7 +431,7 @@ class WorkerConnector(ABC):
         """What this rank's side has counted. Called in steps in which transfers ended, behind get_finished."""
         return {}
 
-    def cancel(self, key: TransferKey) -> None:
+    def cancel(self, key: TransferKey, direction: Direction) -> None:
         """Stop receiving or sending a transfer; answered by failed_receiving or failed_sending."""
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:

@@ -18,6 +18,7 @@ from pdkv.connectors.base import (
     BlockHold,
     BlockIds,
     BlockTables,
+    Cancel,
     ConfirmedRange,
     FinishDecision,
     KVConnectorMetadata,
@@ -142,7 +143,7 @@ class ExternalKV:
         self._no_blocks: list[list[int]] = [[] for _ in range(num_groups)]  # of a request that has none
         self._quarantine: dict[TransferKey, Sequence[int]] = {}
         self._holds: dict[TransferKey, BlockHold] = {}
-        self._cancels: list[TransferKey] = []
+        self._cancels: list[Cancel] = []
         self._news = _News()
         self._kept: dict[TransferKey, Sequence[int]] = {}  # blocks of requests that finished since the last view
 
@@ -219,7 +220,7 @@ class ExternalKV:
             exposed = load.request.held_blocks(load.start // self._block_size)
             self._pool.hold(exposed, Holder.QUARANTINE)
             self._quarantine[key] = exposed
-            self._cancels.append(key)
+            self._cancels.append(Cancel(key, "receive"))
 
     def report_confirmed(self, request: Request, *, last: bool = False, again: bool = False) -> int:
         """Tell the connector what is in the request's blocks for good since it was told last.
@@ -279,8 +280,8 @@ class ExternalKV:
         self._retract(key)
         self._news.aborted.append(key)
         self._news.is_end_urgent |= self.connector.must_hear_end(key)
-        if cancel_sending and self.has_saves(key) and key not in self._cancels:
-            self._cancels.append(key)
+        if cancel_sending and self.has_saves(key) and (cancel := Cancel(key, "send")) not in self._cancels:
+            self._cancels.append(cancel)
 
     def _retract(self, key: TransferKey) -> None:
         """What was confirmed of a request is not told: its blocks may have another owner when the view is built."""
@@ -294,7 +295,7 @@ class ExternalKV:
 
     def build_meta(
         self, step_id: int, scheduled: Sequence[ScheduledRange], waiting: Iterable[Request]
-    ) -> tuple[KVConnectorMetadata | None, list[TransferKey], bool]:
+    ) -> tuple[KVConnectorMetadata | None, list[Cancel], bool]:
         """The step's orders for the workers; takes the I/O holds that they ask for.
 
         Returns:
@@ -312,7 +313,7 @@ class ExternalKV:
             finished=news.finished,
             aborted=news.aborted,
             waiting_keys=[r.hash_keys for r in waiting] if self._shows_waiting_keys else [],
-            cancelled=cancels,
+            cancelled=[cancel.key for cancel in cancels if cancel.direction == "receive"],
         )
         meta = self.connector.build_connector_meta(view)
         for hold in meta.holds:

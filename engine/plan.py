@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, TransferResults
+from pdkv.connectors.base import Cancel, KVConnectorMetadata, Stats, TransferResults
 from pdkv.grammar.compiled import CompiledGrammar
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import RequestKey, TokenLogprob
@@ -51,7 +51,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     scheduled: list[ScheduledRequest]
     ended: list[RequestKey]
     kv_meta: KVConnectorMetadata | None = None
-    cancels: list[TransferKey] = []
+    cancels: list[Cancel] = []
     grammars: Mapping[int, CompiledGrammar] = {}
     ended_grammars: list[int] = []
     expects_grammars: bool = False

@@ -140,8 +140,8 @@ class ModelRunner:
         """Make the connector's calls of a step and give its work to the device. One launched before may be pending."""
         worker, meta = self._worker, plan.kv_meta
         if worker is not None:
-            for key in plan.cancels:
-                worker.cancel(key)
+            for key, direction in plan.cancels:
+                worker.cancel(key, direction)
         self._update_batch(plan)
         if worker is not None and meta is not None:
             this_step = make_step_done(self._kv_pool.device)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pdkv.connectors.base import (
     ConnectorConfig,
+    Direction,
     KVConnector,
     SchedulerConnector,
     Stats,
@@ -112,11 +113,11 @@ class MemoryWorker(WorkerConnector):
         results, self._results = self._results, ({}, {}, {}, {})
         return TransferResults(*results)
 
-    def cancel(self, key: TransferKey) -> None:
-        self.fabric.post(Cancel(self, key))
+    def cancel(self, key: TransferKey, direction: Direction) -> None:
+        self.fabric.post(Stop(self, key, direction))
 
     @abstractmethod
-    def stop(self, key: TransferKey) -> None:
+    def stop(self, key: TransferKey, direction: Direction) -> None:
         """Nothing of this transfer lands or is read from now on."""
 
     def get_stats(self) -> Stats:
@@ -148,13 +149,14 @@ class MemoryWorker(WorkerConnector):
         self.fabric.unregister(self)
 
 
-class Cancel(Operation):
+class Stop(Operation):
     """The confirmation of a cancel, on whichever side asked."""
 
-    def __init__(self, worker: MemoryWorker, key: TransferKey) -> None:
+    def __init__(self, worker: MemoryWorker, key: TransferKey, direction: Direction) -> None:
         self.worker = worker
         self.key = key
+        self.direction = direction
 
     def deliver(self) -> Operation | None:
-        self.worker.stop(self.key)
+        self.worker.stop(self.key, self.direction)
         return None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from pdkv.connectors.base import (
+    Direction,
     KVConnectorMetadata,
     TransferKey,
 )
@@ -54,9 +55,9 @@ class MemoryPullWorker(MemoryWorker):
             else:
                 self.receive_failed(load.key, error.code)
 
-    def stop(self, key: TransferKey) -> None:
+    def stop(self, key: TransferKey, direction: Direction) -> None:
         load = self._active.get(key)
-        if load is not None:
+        if load is not None and direction == "receive":
             self.end(load, TransferCancelled("cancelled"))
 
     def check_generations(self, table: BlockTable, load: BlockLoad) -> None:

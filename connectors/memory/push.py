@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
+from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey, TransferResults
 from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
 from pdkv.connectors.peer.cards import PeerCards
@@ -81,10 +81,9 @@ class MemoryPushWorker(MemoryWorker):
             self.stop_sending(key, TransferTimeout("no acknowledgement"))
         return super().get_finished()
 
-    def stop(self, key: TransferKey) -> None:
-        error = TransferCancelled("cancelled")
-        self.stop_receiving(key, error)
-        self.stop_sending(key, error)
+    def stop(self, key: TransferKey, direction: Direction) -> None:
+        stop = self.stop_receiving if direction == "receive" else self.stop_sending
+        stop(key, TransferCancelled("cancelled"))
 
     def is_sending(self, key: TransferKey, outgoing: _Outgoing) -> bool:
         """Whether the transfer's blocks may still be read."""

@@ -7,6 +7,7 @@ import msgspec
 
 from pdkv.connectors.base import (
     NO_TRANSFERS,
+    Direction,
     KVConnectorMetadata,
     Stats,
     TransferKey,
@@ -50,7 +51,7 @@ class MultiWorker(WorkerConnector):
             if part.needs_layer_hooks:
                 self._hooked.append((worker, part))
         for child, key in meta.cancels:
-            self.workers[child].cancel(key)
+            self.workers[child].cancel(key, "receive")
 
     def wait_for_layer_load(self, layer: int) -> None:
         for worker, _ in self._hooked:
@@ -78,10 +79,10 @@ class MultiWorker(WorkerConnector):
         children = enumerate(zip(self._children, self.workers, strict=True))
         return sum_stats(stats_under(part_name(i, child), side.get_stats()) for i, (child, side) in children)
 
-    def cancel(self, key: TransferKey) -> None:
+    def cancel(self, key: TransferKey, direction: Direction) -> None:
         """Each child that knows the transfer answers; the others count an unknown one."""
         for worker in self.workers:
-            worker.cancel(key)
+            worker.cancel(key, direction)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         """A peer whose card cannot be split is left out here; the scheduler side says so."""

@@ -207,7 +207,7 @@ class PushWorker(PeerWorker):
         if not isinstance(meta, PushMetadata):
             return
         for key in meta.dropped:
-            self.drop(key)
+            self.drop(key, "send")
         for key in meta.refused:
             self.refuse(key, "receive", TransferError.code)
         for key in meta.unsendable:

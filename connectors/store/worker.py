@@ -160,7 +160,7 @@ class StoreWorker(TransferWorker):
         for save in meta.saves:
             self._start_save(save, meta.earlier_steps or ON_HOST)
         for drop in meta.drops:
-            self.drop(drop.key)
+            self.drop(drop.key, "send")
             if drop.tails:
                 keys = [key for tail in drop.tails for key in self._cut.own_keys(tail)]
                 name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])

@@ -4,11 +4,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pdkv.connectors.base import TransferKey
+from pdkv.connectors.base import Direction, TransferKey
 from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane
 from pdkv.errors import TransferCancelled, TransferTimeout
-
-Direction = Literal["send", "receive"]
 
 
 class Task(NamedTuple):

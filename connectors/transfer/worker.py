@@ -14,9 +14,17 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
-from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.base import (
+    NO_TRANSFERS,
+    Direction,
+    Stats,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+    WorkerConnector,
+)
 from pdkv.connectors.stats import stats_of_transfer
-from pdkv.connectors.transfer.jobs import Batch, Direction, Transfer
+from pdkv.connectors.transfer.jobs import Batch, Transfer
 from pdkv.connectors.transfer.jobs import Job as Job  # subclasses need these two
 from pdkv.connectors.transfer.jobs import Task as Task
 from pdkv.connectors.transfer.lanes import IOLanes, Lane, LaneConfig
@@ -177,19 +185,19 @@ class TransferWorker(WorkerConnector):
         with self._lock:
             return {"": self._stats}
 
-    def cancel(self, key: TransferKey) -> None:
+    def cancel(self, key: TransferKey, direction: Direction) -> None:
         """Queued jobs end at once, running ones when the transport has let go; then the transfer fails."""
-        if not self.drop(key):
+        if not self.drop(key, direction):
             self.num_unknown_keys += 1
 
-    def drop(self, key: TransferKey) -> bool:
+    def drop(self, key: TransferKey, direction: Direction) -> bool:
         """As `cancel`; False: there is no such transfer (any more)."""
         with self._lock:
-            transfers = [t for d in ("send", "receive") if (t := self._transfers.get((d, key))) is not None]
-            stopped = [job for transfer in transfers for job in self._fail(transfer, TransferCancelled.code)]
+            transfer = self._transfers.get((direction, key))
+            stopped = self._fail(transfer, TransferCancelled.code) if transfer is not None else []
         self._interrupt(stopped)
         self._notify_results()
-        return bool(transfers)
+        return transfer is not None
 
     def shutdown(self) -> None:
         """Stop all jobs and join the threads, for a bounded time. Idempotent."""

@@ -8,6 +8,8 @@ import torch
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import (
     NO_TRANSFERS,
+    Cancel,
+    Direction,
     KVConnectorMetadata,
     Stats,
     TransferKey,
@@ -55,8 +57,8 @@ class Recorder(WorkerConnector):
         self.calls.append("finished")
         return TransferResults({("t", 1): TransferOutcome(num_bytes=5)}, {}, {}, {})
 
-    def cancel(self, key: TransferKey) -> None:
-        self.calls.append(f"cancel {key[0]}")
+    def cancel(self, key: TransferKey, direction: Direction) -> None:
+        self.calls.append(f"cancel {key[0]}, {direction}")
 
     def update_peers(self, added: object, removed: object) -> None:
         self.calls.append("peers")
@@ -173,13 +175,13 @@ def test_the_executor_sizes_attaches_and_runs(tiny_model_dir: Path, caplog: pyte
     assert worker.pool.shape == (85, 3, 2, 2, 16, 16)
     key = ("a", 0)
     request = NewRequest(key, 0, [3, 4], [], SamplingParams(temperature=0.0), [[7]])
-    plan = StepPlan(0, [request], [ScheduledRequest(key, 0, 2, [], True)], [], cancels=[("gone", 2)])
+    plan = StepPlan(0, [request], [ScheduledRequest(key, 0, 2, [], True)], [], cancels=[Cancel(("gone", 2), "receive")])
     output = executor.execute(plan)
     assert len(output.sampled[key].token_ids) == 1
     executor.update_peers(list[EngineCard](), list[EngineCard]())
     executor.shutdown()
     executor.shutdown()
-    assert worker.calls == ["cancel gone", "finished", "peers", "shutdown"]
+    assert worker.calls == ["cancel gone, receive", "finished", "peers", "shutdown"]
 
 
 def test_a_pool_of_another_shape_is_refused(tiny_model_dir: Path) -> None:

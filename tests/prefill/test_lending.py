@@ -64,6 +64,7 @@ class Turns:
             groups=groups,
             max_model_len=60 if groups else None,
         )
+        self.make = make
         self.lender, self.borrower = make(name="d", limits=limits), make(name="p")
         for core in (self.lender, self.borrower):
             core.handle("r", Peers([self.lender.card, self.borrower.card]), 0.0)
@@ -182,6 +183,33 @@ def test_a_load_that_takes_longer_than_the_router_allows_is_computed(
     assert isinstance(loaded, Loaded)
     assert (loaded.ok, loaded.code) == (False, "transfer_timeout")
     turns.check_second(said, SourceCounts(recomputed=len(SECOND)))
+
+
+def test_a_loan_that_is_given_up_leaves_what_its_borrower_hands_over_alone(make_turns: Callable[..., Turns]) -> None:
+    """Both have the name of the request's attempt. The borrower's own hit is on its way when the loan's time is up."""
+    turns = make_turns("push")
+    reader = turns.make(name="e")
+    for core in (turns.lender, turns.borrower, reader):
+        core.handle("r", Peers([c.card for c in (turns.lender, turns.borrower, reader)]), turns.now)
+    turns.borrower.handle("r", submit(FIRST, request_id="hit", max_tokens=1), turns.now)
+    run(turns.borrower, turns.now)
+    reader.handle("r", submit(SECOND, kv="await_peer"), turns.now)
+    (wanted,) = of_type(run(reader, turns.now), Allocated)
+    assert isinstance(wanted, Allocated)
+    assert wanted.ticket is not None
+    said = turns.borrow(turns.lend(), load_timeout_s=0.5)
+    turns.borrower.handle("r", KVTicket("a", 0, wanted.ticket), turns.now)
+    said += run(turns.borrower, turns.now)
+    assert turns.borrower.external.has_saves(("t-a", 0))
+    turns.now += 0.6
+    turns.borrower.expire(turns.now)
+    said += turns.finish()
+    (loaded,) = of_type(said, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert loaded.code == "transfer_timeout"
+    assert [m.ok for m in of_type(said, KVReady) if isinstance(m, KVReady)] == [True]
+    hit = len(FIRST) // 4 * 4
+    turns.check_second(said, SourceCounts(recomputed=len(SECOND) - hit, local_hit=hit))
 
 
 def test_an_engine_that_does_not_know_the_lender_computes(make_turns: Callable[..., Turns]) -> None:

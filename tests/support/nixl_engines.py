@@ -361,7 +361,7 @@ def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, An
             request = view(transfer_id, kv="await_peer", num_tokens=num_tokens + 1)
             return (engine.load(request, block_ids) or b"").hex()
         case "cancel":
-            worker.cancel((arguments[0], 1))
+            worker.cancel((arguments[0], 1), "receive")
         case "reuse":
             for block_id in arguments:
                 engine.ranks[0].table.reuse(block_id)

@@ -18,6 +18,7 @@ from pdkv.connectors.base import (
     BlockTables,
     ConfirmedRange,
     ConnectorConfig,
+    Direction,
     KVConnector,
     RequestView,
     SchedulerView,
@@ -142,9 +143,9 @@ class RankedEngine:
             worker.start_load_kv(orders)
         return meta.holds
 
-    def cancel(self, key: TransferKey) -> None:
+    def cancel(self, key: TransferKey, direction: Direction) -> None:
         for worker in self.workers:
-            worker.cancel(key)
+            worker.cancel(key, direction)
 
     def outcome(self, kind: str, key: TransferKey, timeout_s: float = WAIT_S) -> TransferOutcome:
         """What all ranks reported about a transfer: `kind` is "sending" or "receiving"."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from pdkv.connectors.base import (
     NO_TRANSFERS,
+    Direction,
     KVConnectorMetadata,
     MatchedTokens,
     RequestView,
@@ -142,9 +143,9 @@ class _LeakingWorker(SharedMemoryWorker):
             self._notify()
         return self._late.popleft()
 
-    def cancel(self, key: TransferKey) -> None:
+    def cancel(self, key: TransferKey, direction: Direction) -> None:
         self._buffers.append(np.ones(LEAKED_BYTES, dtype=np.uint8))
-        super().cancel(key)
+        super().cancel(key, direction)
 
 
 class LeaksABufferOnAbort(_Broken):

@@ -94,7 +94,7 @@ def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make: Any) -> None
     compute(prefill, meta, content, range(1))
     sender = prefill.ranks[0].worker
     wait_until_true(lambda: sender.num_open_jobs < prefill.layout.num_layers, "the first layer is out")
-    decode.ranks[0].worker.cancel(("t", 1))
+    decode.ranks[0].worker.cancel(("t", 1), "receive")
     assert decode.outcome("t").code == "transfer_cancelled"
     before = decode.ranks[0].kv.clone()
     compute(prefill, meta, content, range(1, prefill.layout.num_layers))

@@ -353,7 +353,7 @@ def test_a_receive_whose_sender_is_silent_ends_at_once_when_it_is_given_up(world
     worker = decode.ranks[0].worker
     wait_until_true(lambda: not decode.wrong_tokens(scattered(4, 7), 0, 32, 1), "the first half is there")
     prefill.signal(end)
-    worker.cancel(("half", 1))
+    worker.cancel(("half", 1), "receive")
     assert decode.outcome("half").code == TransferCancelled.code
     check_nothing_is_left(decode)
 
@@ -381,7 +381,7 @@ def test_a_receive_that_nobody_writes_is_cancelled_at_once(world: World) -> None
     """F1."""
     prefill, decode = world.pair("push")
     begin("push", "nobody", prefill, decode, 64)
-    decode.ranks[0].worker.cancel(("nobody", 1))
+    decode.ranks[0].worker.cancel(("nobody", 1), "receive")
     assert decode.outcome("nobody").code == TransferCancelled.code
     send("nobody", None, prefill, 64)  # too late
     check_nothing_is_left(decode)
@@ -391,7 +391,7 @@ def test_a_push_that_comes_too_late_is_refused(world: World) -> None:
     """F1: its offer is not read."""
     prefill, decode = world.pair("push")
     ticket, _ = begin("push", "late", prefill, decode, 64)
-    decode.ranks[0].worker.cancel(("late", 1))
+    decode.ranks[0].worker.cancel(("late", 1), "receive")
     decode.outcome("late")
     for rank in decode.ranks:
         rank.kv.zero_()
@@ -427,7 +427,7 @@ def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode
     decode.meet(other.card)
     if mode != "pull":
         for key in keys:  # the router's word: KVReady(ok=False)
-            decode.ranks[0].worker.cancel((key, 1))
+            decode.ranks[0].worker.cancel((key, 1), "receive")
     ended: dict[tuple[str, int], Any] = {}
     while len(ended) < len(keys):
         results = decode.ranks[0].results()

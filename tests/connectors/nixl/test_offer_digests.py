@@ -96,7 +96,7 @@ def test_a_receive_that_is_cancelled_while_digests_are_awaited_ends_at_once(
     prefill, decode = pair(make)
     push(prefill, decode)
     wait_until_true(lambda: not decode.wrong_tokens(TARGET, 0, TOKENS, 1), "the blocks have been read")
-    decode.ranks[0].worker.cancel(("t", 1))
+    decode.ranks[0].worker.cancel(("t", 1), "receive")
     assert decode.outcome("t").code == TransferCancelled.code
     hold.set()
     wait_until_true(lambda: not receiver_of(decode)._senders, "the offer is answered")
@@ -108,7 +108,7 @@ def test_a_send_that_is_cancelled_after_it_was_read_still_says_its_digests(make:
     prefill, decode = pair(make)
     push(prefill, decode)
     wait_until_true(lambda: any(arrival.read for arrival in opened(decode)), "the offer has been read")
-    prefill.ranks[0].worker.cancel(("t", 1))
+    prefill.ranks[0].worker.cancel(("t", 1), "send")
     hold.set()
     assert decode.outcome("t").code == ""
     assert prefill.outcome("t").code == TransferCancelled.code
@@ -159,7 +159,7 @@ def test_what_one_sender_makes_a_receiver_keep_is_bounded(make: Any, monkeypatch
     monkeypatch.setattr(receiver, "MAX_OPEN_BYTES", 1)
     push(prefill, decode, "u")
     assert prefill.outcome("u").code == TransferError.code
-    decode.ranks[0].worker.cancel(("u", 1))
+    decode.ranks[0].worker.cancel(("u", 1), "receive")
     wait_until_true(lambda: not receiver_of(decode)._senders, "nothing is kept")
 
 
@@ -230,5 +230,5 @@ def test_a_sender_that_is_gone_leaves_nothing_behind(make: Any, hold: threading.
     decode.meet()
     assert not receiver_of(decode)._senders
     hold.set()
-    decode.ranks[0].worker.cancel(("t", 1))
+    decode.ranks[0].worker.cancel(("t", 1), "receive")
     assert decode.outcome("t").code == TransferCancelled.code

@@ -180,13 +180,13 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monk
     errors: list[str] = []
     endpoint = decode.ranks[0].worker.rank.endpoint
     monkeypatch.setattr(endpoint, "try_send", lambda blob, message: errors.append(message.code) or True)
-    prefill.ranks[0].worker.cancel(("t", 1))
+    prefill.ranks[0].worker.cancel(("t", 1), "send")
     assert prefill.outcome("t").code == "transfer_cancelled"
     go_on.set()
     decode.ranks[0].worker._receiver.shutdown()
     assert errors == [StaleGeneration.code]
     assert decode.ranks[0].worker.num_open_jobs == 1  # nothing has arrived
-    decode.ranks[0].worker.cancel(("t", 1))
+    decode.ranks[0].worker.cancel(("t", 1), "receive")
     assert decode.outcome("t").code == "transfer_cancelled"
 
 

@@ -133,7 +133,7 @@ def is_cancelled(recorded: RecordedStreams) -> bool:
         with pair(kv_checksum="off") as (prefill, decode):
             begin(prefill, decode)
             assert reached.wait(10.0)
-            decode.cancel(("t", 1))
+            decode.cancel(("t", 1), "receive")
             code = decode.outcome("receiving", ("t", 1)).code
             decode.pools[0][TARGET] = 5.0
             recorded.finish_all()

@@ -485,7 +485,7 @@ def test_a_sender_that_gives_up_behind_its_last_byte_has_sent_nothing(
     monkeypatch.setattr(Control, "send", send)
     kv = begin(prefill, decode, "t", [2])
     assert all_sent.wait(WAIT_S)
-    prefill.cancel(("t", 1))
+    prefill.cancel(("t", 1), "send")
     assert prefill.outcome("sending", ("t", 1)).code == "transfer_cancelled"
     prefill.fill([2], kv.flip(0))
     may_read.set()

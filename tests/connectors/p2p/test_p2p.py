@@ -242,7 +242,7 @@ def test_an_offer_that_contradicts_itself_is_refused(
         patch.setattr(outbound, "plan_sending", plan)
         transfer(prefill, decode, "t", [9, 3], [0, 2], 40)
         assert prefill.outcome("sending", ("t", 1)).code == "transfer_failed"
-    decode.cancel(("t", 1))
+    decode.cancel(("t", 1), "receive")
     assert torch.equal(decode.pools[0], before)
     assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
     move(prefill, decode, "u")
@@ -274,7 +274,7 @@ def test_what_comes_after_the_receivers_cancel_is_refused(make_engine: Engines) 
     """F1: the receiver's blocks are its own again at once."""
     prefill, decode = pair(make_engine)
     ticket = decode.want(view("t", kv="await_peer", num_tokens=40), [0, 1, 2])
-    decode.cancel(("t", 1))
+    decode.cancel(("t", 1), "receive")
     assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
     before = decode.pools[0].clone()
     prefill.give(view("t", kv="handoff", num_tokens=40, ticket=ticket), [9, 3, 1], 40)
@@ -293,7 +293,7 @@ def test_a_cancel_while_the_piece_travels_ends_when_nothing_can_land(
     gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "t", list(range(20, 40)), list(range(0, 40, 2)), 320)
     gate.wait()
-    decode.cancel(("t", 1))
+    decode.cancel(("t", 1), "receive")
     assert not decode.unread  # its receives are posted
     gate.opened.set()
     assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
@@ -309,7 +309,7 @@ def test_the_senders_cancel_fails_both_sides(make_engine: Engines, monkeypatch: 
     gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "t", [9, 3, 1], [0, 1, 2], 40)
     gate.wait()
-    prefill.cancel(("t", 1))
+    prefill.cancel(("t", 1), "send")
     gate.opened.set()
     assert prefill.outcome("sending", ("t/1", 1)).code == "transfer_cancelled"
     assert prefill.outcome("sending", ("t", 1)).code == "transfer_cancelled"
@@ -326,7 +326,7 @@ def test_a_dropped_request_is_forgotten_by_every_rank(make_engine: Engines) -> N
     prefill.step(aborted=[("t", 1)])
     assert prefill.outcome("sending", ("t", 1)).code == "transfer_cancelled"
     assert all(worker.num_open_jobs == 0 for worker in prefill.workers)
-    decode.cancel(("t", 1))
+    decode.cancel(("t", 1), "receive")
     assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
 
 

@@ -194,7 +194,7 @@ def test_a_killed_sender_fails_the_receive_and_leaves_the_blocks_alone(
         decode.meet()
         for name in names:
             for worker in decode.workers:
-                worker.drop((name, 1))
+                worker.drop((name, 1), "receive")
         decode.unread.clear()
         if failed:
             break
@@ -254,7 +254,7 @@ def test_a_sender_that_is_stopped_in_the_middle_is_a_timeout(
         prefill.signal(signal.SIGSTOP)
         code = wait_for_a_failure(decode)
         if not code:
-            decode.cancel((name, 1)) if not decode.unread else None
+            decode.cancel((name, 1), "receive") if not decode.unread else None
         before = decode.pools[0].clone()
         prefill.signal(signal.SIGCONT)
         assert prefill("outcome", "sending", name)[0] in ("", "peer_gone", "transfer_timeout", "kv_not_found")
@@ -282,7 +282,7 @@ def test_a_cancel_does_not_wait_for_a_peer_that_is_stopped(
         assert ticket is not None
         peer.give(name, blocks, 16 * len(blocks), ticket)
     peer.signal(signal.SIGSTOP)
-    engine.cancel((name, 1))
+    engine.cancel((name, 1), "receive")
     assert engine.outcome(kind, (name, 1)).code in ("", "transfer_cancelled")
     before = engine.pools[0].clone()
     peer.signal(signal.SIGCONT)

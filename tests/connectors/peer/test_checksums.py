@@ -115,7 +115,7 @@ def test_a_damaged_push_fails_at_both_ends(tp: tuple[int, int], how: How, caplog
         push(sender, receiver)
         # Another rank's piece may come when the transfer has already failed, or be on its way when it does.
         assert sender.outcome("sending", ("t", 1)).code in (KVCorrupted.code, KVNotFound.code, PeerGone.code)
-        receiver.cancel(("t", 1))  # as the router has it: to some of its ranks nothing may have been offered
+        receiver.cancel(("t", 1), "receive")  # as the router has it: to some of its ranks nothing may have been offered
         assert receiver.outcome("receiving", ("t", 1)).code == KVCorrupted.code
         assert damage.num_done == 1
         assert "from engine p to engine d is damaged: transfer t, attempt 1" in caplog.text
@@ -144,7 +144,7 @@ def test_a_rank_to_which_nothing_was_offered_ends_when_the_load_is_given_up(monk
         push(sender, receiver)
         assert sender.outcome("sending", ("t", 1)).code == KVCorrupted.code  # the router hears that, and says it
         assert [rank.num_open_jobs for rank in receiver.workers] == [0, 1]
-        receiver.cancel(("t", 1))
+        receiver.cancel(("t", 1), "receive")
         assert receiver.outcome("receiving", ("t", 1)).code == KVCorrupted.code
         assert [rank.get_stats()[""].corrupted_transfers for rank in receiver.workers] == [1, 0]
 

@@ -144,7 +144,7 @@ def test_what_ends_in_the_middle_of_a_step_lets_go_at_once(make_engine: Engines,
     step.compute(2)
     wait_until_true(lambda: prefill.workers[0].num_open_jobs == 2, "what is computed is out")
     if by == "cancel":
-        prefill.cancel(("t", 1))
+        prefill.cancel(("t", 1), "send")
     elif by == "abort":
         prefill.step(aborted=[("t", 1)])
     else:
@@ -153,7 +153,7 @@ def test_what_ends_in_the_middle_of_a_step_lets_go_at_once(make_engine: Engines,
     assert prefill.outcome("sending", ("t", 1)).code
     assert prefill.workers[0].num_open_jobs == 0
     step.end()
-    decode.cancel(("t", 1))
+    decode.cancel(("t", 1), "receive")
     assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
     assert all((pool[TARGET][:, 2:] == -1).all() for pool in decode.pools)
 
@@ -164,7 +164,7 @@ def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make_engine: Engin
     step = Step(prefill, view("t", kv="handoff", num_tokens=NUM_TOKENS, ticket=ticket), 0, NUM_TOKENS)
     step.compute(1)
     wait_until_true(lambda: prefill.workers[0].num_open_jobs == 3, "what is computed is out")
-    decode.cancel(("t", 1))
+    decode.cancel(("t", 1), "receive")
     assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
     before = decode.pools[0].clone()
     step.end()

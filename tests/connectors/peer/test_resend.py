@@ -79,7 +79,7 @@ def test_a_ticket_that_fails_does_not_spoil_the_next_one(make_engine: MakeEngine
     assert prefill.outcome("sending", ("t", 1)).code == ""
     prefill.collect()
     assert not any(kind == "sending" and key == ("t", 1) for kind, key in prefill.unread)
-    first.cancel(("t", 1))
+    first.cancel(("t", 1), "receive")
     assert first.outcome("receiving", ("t", 1)).code == TransferCancelled.code
 
 
@@ -96,5 +96,5 @@ def test_a_release_ends_what_is_under_way_for_the_last_ticket(make_engine: MakeE
     prefill.collect()
     assert not prefill.scheduler._sending
     assert prefill.outcome("sending", ("t/2", 1)).code in ("", TransferCancelled.code)  # its blocks come free
-    decode.cancel(("t", 2))
+    decode.cancel(("t", 2), "receive")
     decode.collect()

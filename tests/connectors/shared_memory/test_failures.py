@@ -50,7 +50,7 @@ def test_a_queued_load_is_dropped_at_once(make_engine: Engines, monkeypatch: pyt
     gate.wait()
     decode.start(second, [3, 4, 5], 0)
     before = decode.kv[[3, 4, 5]].clone()
-    decode.worker.cancel(second.transfer_key)
+    decode.worker.cancel(second.transfer_key, "receive")
     assert decode.outcome(second).code == "transfer_cancelled"
     gate.opened.set()
     assert decode.outcome(first).code == ""
@@ -67,7 +67,7 @@ def test_a_running_load_fails_only_when_its_copy_has_stopped(
     request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
     gate.wait()
-    decode.worker.cancel(request.transfer_key)
+    decode.worker.cancel(request.transfer_key, "receive")
     assert not decode.worker.get_finished()  # the blocks are still being written
     gate.opened.set()
     assert decode.outcome(request).code == "transfer_cancelled"
@@ -77,10 +77,10 @@ def test_cancels_after_the_end_are_counted_and_ignored(make_engine: Engines) -> 
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
     request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
-    decode.worker.cancel(request.transfer_key)
+    decode.worker.cancel(request.transfer_key, "receive")
     decode.start(request, [0, 1, 2], 0)
     assert decode.outcome(request).code == ""
-    decode.worker.cancel(request.transfer_key)
+    decode.worker.cancel(request.transfer_key, "receive")
     assert not decode.worker.get_finished()
     assert decode.worker.num_unknown_keys == 2
     decode.start(request, [0, 1, 2], 0)  # the same transfer again, after a preemption

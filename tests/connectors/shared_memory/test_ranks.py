@@ -101,7 +101,7 @@ def test_a_cancel_is_answered_by_every_rank_once(make_engine: Engines, tp: tuple
     prefill, decode = make_engine("p", tp[0]), make_engine("d", tp[1])
     decode.meet(prefill.card)
     decode.load(prefill.hand_off("t", [9, 3, 1], 40), [0, 1, 2])
-    decode.cancel(("t", 1))
+    decode.cancel(("t", 1), "receive")
     assert decode.outcome("receiving", ("t", 1)).code in ("", "transfer_cancelled")
     assert not decode.unread
 

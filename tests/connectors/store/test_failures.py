@@ -82,7 +82,7 @@ def test_what_a_store_did_and_did_not_do_is_counted(store: FaultyStore, make: Ma
     third = view("w", num_tokens=200, salt="0")
     engine.start_load(third, scattered(128, 16), 128)
     store.wait_held("get")
-    engine.worker.cancel(third.transfer_key)
+    engine.worker.cancel(third.transfer_key, "receive")
     store.let_go("get")
     assert engine.wait(third.transfer_key).code == TransferCancelled.code
     assert engine.worker.get_stats()[""].failed_loads == 1
@@ -247,7 +247,7 @@ def test_a_cancelled_load_writes_nothing_more(store: FaultyStore, make: MakeEngi
     store.hold("get")
     engine.start_load(request, scattered(128, 16), 128)
     store.wait_held("get")
-    engine.worker.cancel(request.transfer_key)
+    engine.worker.cancel(request.transfer_key, "receive")
     engine.collect()
     assert engine.reported(request.transfer_key) is None
     store.let_go("get")
@@ -375,7 +375,7 @@ def test_queued_saves_of_a_request_that_is_given_up_end_at_once(store: FaultySto
     store.wait_held("put")
     request = view("a", kv="handoff", num_tokens=101)
     (hold,) = engine.confirm(request, scattered(100, 16), 100, last=True).holds
-    engine.worker.cancel(request.transfer_key)
+    engine.worker.cancel(request.transfer_key, "send")
     assert engine.wait(hold.key).code == engine.wait(request.transfer_key).code == TransferCancelled.code
     store.let_go("put")
     assert engine.worker.num_failed_saves == 0, "nothing was wrong with the store"
@@ -399,7 +399,7 @@ def test_saves_do_not_delay_loads(store: FaultyStore, make: MakeEngine) -> None:
 def test_an_unknown_transfer_is_counted_and_ignored(make: MakeEngine) -> None:
     """F2."""
     engine = make("o")
-    engine.worker.cancel(("nobody", 7))
+    engine.worker.cancel(("nobody", 7), "receive")
     assert engine.worker.num_unknown_keys == 1
     engine.collect()
     assert engine.reported(("nobody", 7)) is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome
+from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey, TransferOutcome
 from pdkv.connectors.transfer.lanes import SHARED_LANE, LaneConfig
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, PeerGone, TransferError
@@ -126,9 +126,9 @@ def test_a_cancel_answers_queued_jobs_at_once_and_running_ones_when_they_stop(
     worker.submit(KEY, "receive", [Task(running)])
     worker.submit(("u", 1), "receive", [Task(queued)])
     assert running.reached.wait(WAIT_S)
-    worker.cancel(("u", 1))
+    worker.cancel(("u", 1), "receive")
     assert worker.next_results()["failed_receiving"][("u", 1)].code == "transfer_cancelled"
-    worker.cancel(KEY)
+    worker.cancel(KEY, "receive")
     assert not worker.get_finished()
     assert worker.interrupted == [running]
     running.opened.set()
@@ -136,16 +136,33 @@ def test_a_cancel_answers_queued_jobs_at_once_and_running_ones_when_they_stop(
     assert not queued.reached.is_set()
 
 
+@pytest.mark.parametrize(
+    ("direction", "ends"),
+    [("send", {"failed_sending", "finished_receiving"}), ("receive", {"finished_sending", "failed_receiving"})],
+)
+def test_a_cancel_leaves_the_other_direction_alone(
+    make_worker: Callable[..., GateWorker], direction: Direction, ends: set[str]
+) -> None:
+    """What an engine borrows for a prompt and what it hands over of it have one key."""
+    worker = make_worker()
+    sides: tuple[Direction, ...] = ("send", "receive")
+    jobs = [job for side in sides for job in worker.submit(KEY, side, [Task(None, posted=True)])]
+    worker.cancel(KEY, direction)
+    for job in jobs:
+        worker.end_job(job)
+    assert set(worker.next_results()) == ends
+
+
 def test_unknown_keys_are_counted_and_ignored(make_worker: Callable[..., GateWorker]) -> None:
     """F2: a cancel or a duplicate order for what is not there changes nothing."""
     worker = make_worker()
-    worker.cancel(KEY)
+    worker.cancel(KEY, "receive")
     held = Gate(is_open=False)
     worker.submit(KEY, "receive", [Task(held)])
     assert worker.submit(KEY, "receive", [Task(Gate())]) == []
     held.opened.set()
     worker.next_results()
-    worker.cancel(KEY)
+    worker.cancel(KEY, "receive")
     assert worker.num_unknown_keys == 3
     worker.submit(KEY, "receive", [Task(Gate())])  # again, after a preemption
     assert worker.next_results()["finished_receiving"][KEY].num_bytes == 1
@@ -245,7 +262,7 @@ def test_a_cancelled_posted_job_ends_when_nothing_writes_it(
     for peer_is_last in (True, False):
         (posted,) = worker.submit(KEY, "receive", [Task(None, posted=True)])
         assert worker.enter(posted)
-        worker.cancel(KEY)
+        worker.cancel(KEY, "receive")
         assert not worker.enter(posted)
         ends = [worker.leave] if lets_go else [worker.leave, worker.let_go]
         for end in ends if peer_is_last else reversed(ends):
@@ -253,7 +270,7 @@ def test_a_cancelled_posted_job_ends_when_nothing_writes_it(
             end(posted)
         assert worker.next_results()["failed_receiving"][KEY].code == "transfer_cancelled"
     (posted,) = worker.submit(KEY, "receive", [Task(None, posted=True)])
-    worker.cancel(KEY)
+    worker.cancel(KEY, "receive")
     assert bool(worker.get_finished()) == lets_go
 
 

@@ -141,7 +141,7 @@ def _act(engine: Any, command: str, *arguments: Any) -> Any:
         case "load", (handoff, blocks):
             engine.load(msgspec.msgpack.decode(base64.b64decode(handoff), type=KVHandoff), blocks)
         case "cancel", (name,):
-            engine.cancel((name, 1))
+            engine.cancel((name, 1), "receive")
         case "outcome", (kind, name):
             return engine.outcome(kind, (name, 1), WAIT_S).code
         case "sum", ():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdkv.connectors.base import FinishDecision, RequestView, TransferKey, TransferOutcome
+from pdkv.connectors.base import Cancel, FinishDecision, RequestView, TransferKey, TransferOutcome
 from pdkv.connectors.memory.fabric import Endpoint, MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushWorker
@@ -54,7 +54,7 @@ def quarantine_skipped(patch: Patch) -> None:
         exposed = load.started and not (load.done or transfer_ended)
         end_load(self, key, transfer_ended=True)
         if exposed:
-            self._cancels.append(key)
+            self._cancels.append(Cancel(key, "receive"))
 
     patch.setattr(ExternalKV, "end_load", broken)
 

@@ -48,7 +48,8 @@ def order_of_calls(setting: Setting) -> None:
     unknown = ("nobody", 7)
     with World(setting) as world:
         for engine in world.engines.values():
-            engine.cancel(unknown)
+            engine.cancel(unknown, "send")
+            engine.cancel(unknown, "receive")
             engine.tell_aborted(unknown)
             engine.step()
             ahead = [engine.plan(), engine.plan()]

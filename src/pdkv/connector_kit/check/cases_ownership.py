@@ -113,7 +113,7 @@ def attempts(setting: Setting) -> None:
             first.drop_receiver()  # the lease of the first attempt lives on for a while
             second.take(*second.steps[:-1])
             second.take(second.steps[-1])
-            world.consumer.cancel(first.key)
+            world.consumer.cancel(first.key, "receive")
             world.consumer.step()
             second.finish()
             first.release()

@@ -19,8 +19,10 @@ from pdkv.connector_kit.rig.processes import HostProcess
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connectors.base import (
     BlockHold,
+    Cancel,
     ConfirmedRange,
     ConnectorConfig,
+    Direction,
     ScheduledRange,
     TransferKey,
     TransferOutcome,
@@ -38,7 +40,7 @@ class StepPlan:
 
     step_id: int
     meta: bytes | None
-    cancels: list[TransferKey]
+    cancels: list[Cancel]
     writes: list[p.TokenRange]
     garbage: list[int]
 
@@ -286,7 +288,7 @@ class Engine:
         self._news.retract(key)
         self._news.aborted.append(key)
         if self.is_read(key):
-            self.cancel(key)
+            self.cancel(key, "send")
 
     def free(self, request: Request) -> None:
         """The request gives up its blocks."""
@@ -367,11 +369,11 @@ class Engine:
         if exposed is not None:
             self.books.hold(exposed)
             self.quarantine[key] = exposed
-            self.cancel(key)
+            self.cancel(key, "receive")
 
-    def cancel(self, key: TransferKey) -> None:
+    def cancel(self, key: TransferKey, direction: Direction) -> None:
         """The workers are told to cancel; for keys that the engine has no load of, too."""
-        self._news.cancel(key)
+        self._news.cancel(Cancel(key, direction))
 
     # --- peers ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdkv.connectors.base import ConfirmedRange, ScheduledRange, SchedulerView, TransferKey
+from pdkv.connectors.base import Cancel, ConfirmedRange, ScheduledRange, SchedulerView, TransferKey
 
 
 class News:
@@ -13,7 +13,7 @@ class News:
         self.preempted: list[TransferKey] = []
         self.finished: list[TransferKey] = []
         self.aborted: list[TransferKey] = []
-        self.cancels: list[TransferKey] = []
+        self.cancels: list[Cancel] = []
         self.kept: list[Sequence[int]] = []  # blocks of finished requests, until the connector has heard of them
 
     def __bool__(self) -> bool:
@@ -23,10 +23,10 @@ class News:
         """What was confirmed is not told: the blocks may have another owner by then."""
         self.confirmed = [confirmed for confirmed in self.confirmed if confirmed.request.transfer_key != key]
 
-    def cancel(self, key: TransferKey) -> None:
-        """The workers cancel it with the next step."""
-        if key not in self.cancels:
-            self.cancels.append(key)
+    def cancel(self, cancel: Cancel) -> None:
+        """The workers are told with the next step."""
+        if cancel not in self.cancels:
+            self.cancels.append(cancel)
 
     def view(self, step_id: int, scheduled: Sequence[ScheduledRange]) -> SchedulerView:
         """The view of one step, with all events since the last one."""
@@ -38,5 +38,5 @@ class News:
             finished=self.finished,
             aborted=self.aborted,
             waiting_keys=[],
-            cancelled=self.cancels,
+            cancelled=[cancel.key for cancel in self.cancels if cancel.direction == "receive"],
         )

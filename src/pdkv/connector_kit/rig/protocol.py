@@ -7,6 +7,7 @@ import msgspec
 from pdkv.connector_kit.rig.content import Piece
 from pdkv.connector_kit.rig.damage import How
 from pdkv.connectors.base import (
+    Cancel,
     ConnectorConfig,
     LoadMode,
     RequestView,
@@ -133,7 +134,7 @@ class Execute(Command, frozen=True, kw_only=True):
 
     step_id: int
     meta: bytes | None = None  # None: this rank's process has planned it
-    cancels: list[TransferKey] = []
+    cancels: list[Cancel] = []
     writes: list[TokenRange] = []
     garbage: list[int] = []  # blocks of other requests, written with the first layer
     begin: bool = True

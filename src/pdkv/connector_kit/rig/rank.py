@@ -168,8 +168,8 @@ class HostedRank:
             self._metas[step.step_id] = decoded
         meta = self._metas[step.step_id]
         if step.begin:
-            for key in step.cancels:
-                call("cancel", worker.cancel, key)
+            for cancel in step.cancels:
+                call("cancel", worker.cancel, *cancel)
             call("start_load_kv", worker.start_load_kv, meta)
         first, stop = step.layers or (0, len(self._layout.places))
         if step.writes or step.garbage:
