@@ -8,7 +8,7 @@ from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request, held_blocks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lease:
     """One hand-off. There are no blocks where the connector has copied the KV out already."""
 
@@ -17,6 +17,7 @@ class Lease:
     block_ids: Sequence[int]  # all that are held
     deadline: float
     until_release: bool = False  # not even the end of its transfer ends it
+    is_answered: bool = False  # the reader of the last ticket was told how its sending ended
 
 
 class LeaseTable:

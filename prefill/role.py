@@ -8,8 +8,8 @@ from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import PrefillHooks, SendToRouter
 from pdkv.engine.request import Request
-from pdkv.errors import KVNotFound
-from pdkv.prefill.leases import LeaseTable
+from pdkv.errors import KVNotFound, TransferTimeout
+from pdkv.prefill.leases import Lease, LeaseTable
 from pdkv.wire.messages import HandedOff, KVHandoff, KVReady, KVTicket, Release, RouterToEngine
 
 logger = logging.getLogger(__name__)
@@ -93,12 +93,10 @@ class PrefillRole(PrefillHooks):
             if not ok:
                 self._remember_failure(key, outcome)
             return
-        submit = lease.request.submit
         if not ok:
             name = lease.request.name
             logger.warning("KV of request %s (transfer %s) was not delivered: %s", name, key[0], outcome.code)
-        message = KVReady(submit.request_id, submit.attempt, ok, outcome.code, lease.request.ticket_number)
-        self._send(lease.request.router_id, message)
+        self._answer(lease, ok, outcome.code)
         # A store has its own copy, whose tail goes with the Release; what was pushed may be wanted once more.
         if not lease.until_release and (lease.block_ids or not ok):
             self.leases.end(key)
@@ -131,6 +129,8 @@ class PrefillRole(PrefillHooks):
             assert lease is not None, key
             self.num_expired += 1
             self._external.aborted(key, cancel_sending=True)
+            if lease.request.ticket is not None and not lease.is_answered:  # or its reader waits for its own deadline
+                self._answer(lease, False, TransferTimeout.code)
             name, level = (
                 lease.request.name,
                 logging.WARNING if lease.request.submit.until != "cached" else logging.INFO,
@@ -140,6 +140,13 @@ class PrefillRole(PrefillHooks):
     def next_deadline(self) -> float | None:
         """The earliest lease deadline."""
         return self.leases.next_deadline()
+
+    def _answer(self, lease: Lease, ok: bool, code: str) -> None:
+        """Tell the reader of the last ticket how its sending ended."""
+        submit = lease.request.submit
+        message = KVReady(submit.request_id, submit.attempt, ok, code, lease.request.ticket_number)
+        self._send(lease.request.router_id, message)
+        lease.is_answered = True
 
     def _remember_failure(self, key: TransferKey, outcome: TransferOutcome) -> None:
         """A push failed while its prompt was still being computed: the hand-off will say so."""
@@ -166,5 +173,6 @@ class PrefillRole(PrefillHooks):
         if lease.request.router_id != router_id:
             return False
         lease.request.ticket, lease.request.ticket_number = ticket.ticket, ticket.number
+        lease.is_answered = False
         self._external.report_leased(lease.request, lease.block_tables)
         return True

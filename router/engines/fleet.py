@@ -177,7 +177,7 @@ class Counters:
         self.dropped_messages = 0  # of requests or attempts that had ended, or that nobody knows
         self.duplicate_tokens = 0
         self.load_failures = 0
-        self.loans: Counter[str] = Counter()  # loads of what another engine lent, by how they ended: "ok" or a code
+        self.loans: Counter[str] = Counter()  # by how they ended: "ok" or a code
 
 
 class Fleet:

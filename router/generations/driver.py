@@ -9,6 +9,7 @@ from pdkv.errors import (
     EngineGivenUp,
     InvalidRequest,
     KVNotFound,
+    MalformedMessage,
     RequestAborted,
     RequestFailed,
     RequestTimeout,
@@ -145,16 +146,37 @@ class Driver:
             self.counters.dropped_messages += 1
             return
         flow = generation.flow
-        if flow.loan.state == "asked":
+        is_answer = flow.loan.state == "asked"
+        sends = flow.handle_loan(message, now)
+        if is_answer:
             self.fleet.speeds.answered(now - generation.loan_asked_at)
-        self._apply(generation, flow.handle_loan(message, now))
+            if flow.loan.state == "over":
+                code = MalformedMessage.code if isinstance(message, HandedOff) else message.code
+                self._loan_failed(flow, code, now - generation.loan_asked_at)
+        self._apply(generation, sends)
 
     def _loan_is_late(self, generation: Generation, attempt: int) -> None:
         """A lender has had its time; if it has not answered, it is done without."""
         flow = generation.flow
         if flow.loan.state == "asked" and flow.prefill_attempt == attempt:
             logger.info("request %s goes on without what %s may have", flow.name, flow.loan.lender)
-            self._apply(generation, flow.go_without_loan(TransferTimeout.code, self._clock()))
+            self._go_without_loan(generation, TransferTimeout.code)
+
+    def _go_without_loan(self, generation: Generation, code: str) -> None:
+        """Its lender is gone, or silent."""
+
+        def go_on() -> Sends:
+            flow, now = generation.flow, self._clock()
+            if flow.loan.state == "asked":  # else its load says how it ended
+                self._loan_failed(flow, code, now - generation.loan_asked_at)
+            return flow.go_without_loan(code, now)
+
+        self._advance(generation, go_on, f"a loan's end ({code})")
+
+    def _loan_failed(self, flow: RequestFlow, code: str, seconds: float) -> None:
+        """What was asked for, or lent, is computed after all."""
+        self.counters.loans[code] += 1
+        self.fleet.speeds.lost(seconds + flow.loan.compute_s)
 
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
         """Advance one generation."""
@@ -185,8 +207,12 @@ class Driver:
         )
         if is_telling:
             self.fleet.pairs.loaded(source, reader, loaded.ok, now)
-        if is_loan:
-            self.counters.loans[loaded.code or "ok"] += 1
+        if is_loan and loaded.ok:
+            self.counters.loans["ok"] += 1
+            self.fleet.speeds.lent()
+        elif is_loan:  # an engine that stops waiting does not say how long it has
+            is_late = loaded.code == TransferTimeout.code
+            self._loan_failed(flow, loaded.code, flow.loan.load_timeout_s if is_late else loaded.seconds)
         if loaded.ok:
             self.delays.transferred(loaded)
             self.fleet.speeds.loaded(loaded.num_bytes, loaded.seconds)

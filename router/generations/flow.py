@@ -9,7 +9,15 @@ from typing import Literal
 
 import msgspec
 
-from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
+from pdkv.errors import (
+    EngineDied,
+    InvalidRequest,
+    MalformedMessage,
+    PdkvError,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+)
 from pdkv.router.generations.flow_state import FlowMessage, FlowState, LenderMessage
 from pdkv.router.generations.request import NOWHERE, Route
 from pdkv.router.generations.submits import make_submit
@@ -138,6 +146,8 @@ class RequestFlow(FlowState):
         match message:
             case HandedOff() if self.loan.grant(message):
                 return self._ask_prefill(now)
+            case HandedOff() if self.loan.state == "asked":  # what it names is not what was asked for
+                return self.go_without_loan(MalformedMessage.code, now)
             case Failed(code=code) | KVReady(ok=False, code=code):
                 return self.go_without_loan(code, now)
         return _NOTHING
@@ -336,7 +346,7 @@ class RequestFlow(FlowState):
             handoff=handoff,
             ticket=ticket,
             trial_tokens=self.trial_tokens,
-            load_timeout_s=offer.load_timeout_s if kv == "handoff" and (offer := self.route.offer) is not None else 0.0,
+            load_timeout_s=self.loan.load_timeout_s if kv == "handoff" and handoff is not None else 0.0,
         )
 
     def _forwarded(self, message: KVReady) -> KVReady:

@@ -144,8 +144,7 @@ class Listener(Driver):
         for generation in victims:
             self._advance(generation, partial(generation.flow.engine_died, name), f"the end of {name}")
         for generation in [g for g in self._generations.values() if g.flow.loan.lender == name]:
-            go_on = partial(generation.flow.go_without_loan, PeerGone.code, self._clock())
-            self._advance(generation, go_on, f"the end of {name}")
+            self._go_without_loan(generation, PeerGone.code)
         self._send_peers()
         self.changes.notify()
         self._place_parked_soon()

@@ -4,7 +4,7 @@ returned when that has it, or goes on without (docs/kv-hierarchy.md).
 
 from typing import Literal, NamedTuple
 
-from pdkv.router.generations.request import GenerateRequest, Route
+from pdkv.router.generations.request import GenerateRequest, Offer, Route
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import HandedOff, KVHandoff, KVTicket, Release, RouterToEngine, Submit
@@ -31,10 +31,13 @@ class LoanKey(NamedTuple):
 class Loan:
     """One attempt's: wanted → asked → granted → over, or over from any of them, or from the beginning."""
 
-    __slots__ = ("handoff", "key", "lender", "state")
+    __slots__ = ("compute_s", "handoff", "key", "lender", "load_timeout_s", "state")
 
     def __init__(self, route: Route, key: LoanKey) -> None:
-        self.lender = "" if route.offer is None else route.offer.lender
+        offer = Offer("", 0) if route.offer is None else route.offer
+        self.lender = offer.lender
+        self.compute_s = offer.compute_s
+        self.load_timeout_s = min(offer.load_timeout_s or LEASE_S, LEASE_S)  # nothing is sent after its lease
         self.key = key
         self.state: LoanState = "over" if route.offer is None else "wanted"
         self.handoff: KVHandoff | None = None  # what the borrower is told, while it is granted
@@ -57,10 +60,12 @@ class Loan:
         )
 
     def grant(self, message: HandedOff) -> bool:
-        """The lender has it; False: it was too late."""
-        if self.state != "asked":
+        """The lender says that it has it; False: that is too late, or about something else than was asked for."""
+        handoff = message.handoff
+        named = (handoff.engine, handoff.transfer_id, handoff.attempt)
+        if self.state != "asked" or named != (self.lender, lent_id(self.key.transfer_id), self.key.attempt):
             return False
-        self.state, self.handoff = "granted", message.handoff
+        self.state, self.handoff = "granted", handoff
         return True
 
     def forward(self, ticket: bytes) -> list[tuple[str, RouterToEngine]]:

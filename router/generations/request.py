@@ -66,7 +66,8 @@ class Offer(NamedTuple):
 
     lender: str
     num_tokens: int  # of the prompt's first, as far as is known
-    load_timeout_s: float = 0.0  # then the prompt's engine computes them; 0: its own deadline of a load
+    load_timeout_s: float = 0.0  # then the prompt's engine computes them; 0: as long as they are leased
+    compute_s: float = 0.0  # what computing them would take, as far as is known
 
 
 class Route(NamedTuple):

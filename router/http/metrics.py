@@ -144,7 +144,7 @@ class Metrics(Collector):
         yield counter(
             "pdkv_duplicate_tokens", "Tokens that two engines computed, shown once.", dispatched.duplicate_tokens
         )
-        loans = "Loads of what another engine had cached, by how they ended."
+        loans = "What other engines were asked to lend of their caches, by how that ended."
         yield counters("pdkv_kv_loans", loans, "outcome", dispatched.loans)
         yield counter("pdkv_kv_load_failures", "KV loads from peers that failed.", dispatched.load_failures)
 

@@ -8,6 +8,9 @@ from typing import NamedTuple
 DECAY = 0.9
 """Weight of a measurement when the next one comes: the last ten or so count."""
 
+FADING = 0.98
+"""Of what loans lost lately, so much stays with each prompt that is computed: what failed is tried again some day."""
+
 LOAD_PATIENCE = 2.0
 """A load may take so many times as long as computing what it brings; then that is computed."""
 
@@ -58,7 +61,7 @@ class Line:
 class Costs(NamedTuple):
     """Seconds of the two ways to the same KV; None: not known."""
 
-    load_s: float | None  # asking the lender, and reading it
+    load_s: float | None  # asking the lender, reading it, and what loans that failed lost lately
     compute_s: float | None
 
     @property
@@ -79,10 +82,19 @@ class Speeds:
         self._loads = Line()  # bytes
         self._answers = Line()  # questions: 1 each
         self._prefills: dict[str, Line] = {}  # tokens, by engine
+        self._lost_s = 0.0  # by a loan, on average
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """A load from a peer went well."""
         self._loads.add(num_bytes, seconds)
+
+    def lent(self) -> None:
+        """A loan was read."""
+        self._lost_s *= DECAY
+
+    def lost(self, seconds: float) -> None:
+        """A loan came to nothing: what it took, and what computing it after all does."""
+        self._lost_s += (1 - DECAY) * (seconds - self._lost_s)
 
     def answered(self, seconds: float) -> None:
         """A lender took so long to answer."""
@@ -91,6 +103,7 @@ class Speeds:
     def computed(self, engine: str, num_tokens: int, seconds: float) -> None:
         """The engine computed so many tokens of one prompt, among others."""
         self._prefills.setdefault(engine, Line()).add(num_tokens, seconds)
+        self._lost_s *= FADING
 
     def forget(self, engine: str) -> None:
         """The engine is gone; its next incarnation may run elsewhere."""
@@ -100,5 +113,7 @@ class Speeds:
         """Of so many tokens that `engine` lacks and has to compute tokens behind anyhow."""
         prefill = self._prefills.get(engine, Line())
         at_rest, per_byte = self._loads.fit()
-        load_s = self._answers.fit()[1] + at_rest + per_byte * num_bytes if self._loads.known else None
+        load_s = None
+        if self._loads.known or self._lost_s:
+            load_s = self._answers.fit()[1] + at_rest + per_byte * num_bytes + self._lost_s
         return Costs(load_s, prefill.fit()[1] * num_tokens if prefill.known else None)

@@ -129,7 +129,9 @@ class RouteChooser:
         costs = self._fleet.speeds.costs(borrower, num_tokens - own, num_bytes)
         if self._reuse == "always":
             return Offer(lender, num_tokens)
-        return Offer(lender, num_tokens, costs.load_timeout_s) if costs.prefers_load else None
+        if not costs.prefers_load:
+            return None
+        return Offer(lender, num_tokens, costs.load_timeout_s, costs.compute_s or 0.0)
 
     def has_engine(self, side: Side, now: float, without: Collection[str]) -> bool:
         """Whether one is ready for this side that is not in `without`."""

@@ -230,6 +230,21 @@ def test_a_loan_ends_by_itself_sooner_than_other_leases(make_turns: Callable[...
     assert not turns.lender.prefill.holds((lent_id("t-a"), 0))
 
 
+def test_a_borrower_hears_that_the_lease_ended_before_all_was_sent(make_turns: Callable[..., Turns]) -> None:
+    turns = make_turns("push")
+    (handed,) = of_type(turns.ask(timeout_s=3.0), HandedOff)
+    assert isinstance(handed, HandedOff)
+    said = turns.borrow(handed.handoff)
+    turns.run_lender()  # sends, and nothing arrives
+    turns.now += 3.0
+    turns.lender.step(turns.now)
+    said += turns.finish()
+    (loaded,) = of_type(said, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.ok, loaded.code) == (False, "transfer_timeout")
+    turns.check_second(said, SourceCounts(recomputed=len(SECOND)))
+
+
 @pytest.mark.parametrize(
     ("prompt", "num_blocks", "is_leasing", "reason"),
     [

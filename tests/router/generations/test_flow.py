@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -607,6 +608,28 @@ def test_a_lender_that_has_nothing_or_is_late_is_done_without(order: str, answer
     assert submit.handoff is None
     late = HandedOff(lent_id("q"), 0, SourceCounts(), LENT)
     assert list(flow.handle_loan(late, NOW)) == []
+
+
+@pytest.mark.parametrize(("known_s", "timeout_s"), [(0.0, 10.0), (2.5, 2.5), (25.0, 10.0)])
+def test_a_load_of_what_is_lent_takes_no_longer_than_its_lease(known_s: float, timeout_s: float) -> None:
+    route = Route("p", "", "prefill_first", Offer("d", 16, known_s))
+    flow = RequestFlow(make_request(40, 5), route, request_id="q", transfer_id="t", now=NOW)
+    ((_, question),) = flow.start(NOW)
+    assert isinstance(question, Submit)
+    assert question.timeout_s == 10.0
+    assert granted(flow).load_timeout_s == timeout_s
+
+
+@pytest.mark.parametrize(
+    "changes", [{"transfer_id": lent_id("t2")}, {"attempt": 1}, {"engine": "d2"}], ids=["transfer", "attempt", "engine"]
+)
+def test_what_is_granted_must_be_what_was_asked_for(changes: dict[str, Any]) -> None:
+    flow, _ = borrowing_flow()
+    lent = msgspec.structs.replace(LENT, **changes)
+    release, (_, submit) = flow.handle_loan(HandedOff(lent_id("q"), 0, SourceCounts(local_hit=16), lent), NOW)
+    assert release == ("d", Release(lent_id("t"), 0))
+    assert isinstance(submit, Submit)
+    assert submit.handoff is None
 
 
 def test_a_lender_that_pushes_gets_the_borrowers_ticket_and_its_end_is_told() -> None:

@@ -8,7 +8,9 @@ from dispatch_rig import System, check_right, collect, run
 from scripted_engine import expected_output, make_request
 
 from pdkv.block_keys import extend_keys, root_key
+from pdkv.errors import RequestFailed
 from pdkv.router.generations import driver
+from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.request import GenerateRequest
 from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
@@ -17,6 +19,7 @@ from pdkv.wire.messages import (
     EngineCard,
     HandedOff,
     KVEvents,
+    KVHandoff,
     KVReady,
     Loaded,
     Release,
@@ -82,7 +85,9 @@ def test_a_lender_that_refuses_or_keeps_silent_costs_nothing_but_time(
         await check_right(system, request)
         (submit,) = system.asked()
         assert submit.handoff is None
-        assert system.dispatcher.counters.loans == {}
+        code = {2: "transfer_timeout", 3: "kv_not_found"}[answer]
+        assert system.dispatcher.counters.loans == {code: 1}
+        assert system.dispatcher.fleet.speeds._lost_s > 0
 
     run(Lending(kind=kind), body)
 
@@ -100,6 +105,51 @@ def test_prefill_is_asked_at_once_when_the_lender_dies() -> None:
         tokens, _ = await collect(generation)
         assert tokens == expected_output(request)
         assert generation.num_attempts == 1  # it did not depend on it
+        assert system.dispatcher.counters.loans == {"peer_gone": 1}
+
+    run(Lending(), body)
+
+
+def test_an_error_about_a_lender_that_is_late_costs_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LOAN_TIMEOUT_S", 0.02)
+    go_without_loan, broken = RequestFlow.go_without_loan, []
+
+    def fail_once(self: RequestFlow, code: str, now: float) -> Sends:
+        if not broken:
+            broken.append(self)
+            raise ZeroDivisionError
+        return go_without_loan(self, code, now)
+
+    monkeypatch.setattr(RequestFlow, "go_without_loan", fail_once)
+
+    async def body(system: Any) -> None:
+        request = make_request(REQUEST_TOKENS)
+        system.store(request)
+        system.answer(2)
+        generation = system.dispatcher.start(request)
+        with pytest.raises(RequestFailed, match="ZeroDivisionError"):
+            await collect(generation)
+        await check_right(system, request)
+
+    run(Lending(), body)
+
+
+def test_what_a_lender_names_must_be_what_it_was_asked_for() -> None:
+    async def body(system: Any) -> None:
+        request = make_request(REQUEST_TOKENS)
+        system.store(request)
+        system.lender.held = True
+        generation = system.dispatcher.start(request)
+        (asked,) = [m for m in system.lender.heard(Submit) if is_lent(m.request_id)]
+        names = asked.request_id, asked.attempt
+        foreign = KVHandoff(*names, "another/lent", "decode-0", "e0", NUM_LENT, b"")
+        system.lender.say(HandedOff(*names, SourceCounts(local_hit=NUM_LENT), foreign))
+        (submit,) = system.asked()
+        assert submit.handoff is None
+        assert [m for m in system.lender.heard(Release) if is_lent(m.transfer_id)]
+        assert system.dispatcher.counters.loans == {"malformed_message": 1}
+        generation.abort()
+        system.lender.engine.tasks.clear()
 
     run(Lending(), body)
 
@@ -132,7 +182,8 @@ def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(code: 
             await asyncio.sleep(0)
         (submit,) = system.asked()
         for _ in range(3):  # told once by an engine; a pair opens by several
-            system.borrower.say(Loaded(submit.request_id, 0, ok=False, code=code))
+            system.borrower.say(Loaded(submit.request_id, 0, ok=False, code=code, seconds=0.1))
+        assert system.dispatcher.fleet.speeds.costs("prefill-0", 100, 100).load_s > 0.02
         assert system.dispatcher.counters.loans[code] == 3
         fleet, now = system.dispatcher.fleet, system.dispatcher._clock()
         assert fleet.can_lend("decode-0", "prefill-0", now) is not is_avoided

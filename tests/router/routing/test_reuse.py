@@ -56,6 +56,29 @@ def test_a_load_may_take_a_multiple_of_computing() -> None:
     assert Costs(0.1, 5.0).load_timeout_s == LOAD_PATIENCE * 5.0
 
 
+def test_loans_that_come_to_nothing_are_left_alone_for_a_while_and_then_tried_again() -> None:
+    speeds = Speeds()
+    speeds.computed("p", 100, 1.0)
+    speeds.loaded(1000, 0.1)
+
+    def is_preferred() -> bool:
+        return speeds.costs("p", 100, 1000).prefers_load
+
+    num_failed = 0
+    while is_preferred():
+        speeds.lost(0.01 + 1.0)  # evicted meanwhile, and computed
+        num_failed += 1
+    assert 5 < num_failed < 50
+    num_computed = 0
+    while not is_preferred():
+        speeds.computed("p", 100, 1.0)
+        num_computed += 1
+    assert num_computed < 50
+    for _ in range(50):
+        speeds.lent()
+    assert speeds.costs("p", 100, 1000).load_s == pytest.approx(0.1, rel=0.05)
+
+
 def test_a_load_costs_an_answer_its_beginning_and_its_bytes_and_computing_only_its_tokens() -> None:
     speeds = Speeds()
     assert speeds.costs("p", 100, 1000) == Costs(None, None)
