@@ -20,7 +20,7 @@ from pdkv.connectors.shared_memory.worker import Scratch, SharedMemoryWorker
 from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.lanes import Lane
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
-from pdkv.connectors.transfer.units import COPY_TIMEOUT_S, UnitPart
+from pdkv.connectors.transfer.units import UnitPart, await_copy
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import ConfigError
 from pdkv.host.fence import fence
@@ -122,13 +122,12 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
 
         Raises:
             TransferError: some of it is not within its pool.
-            TransferTimeout: the device hangs.
         """
         assert self._data is not None, "the connector is shut down"
         with copies.stream.on():
             self._device.copy(self._data, source, part)
             copies.done.record()
-        copies.done.synchronize(COPY_TIMEOUT_S)
+        await_copy(copies.done)
 
     def _compile(self) -> None:
         """Have both forms of the copy compiled now, by copies of a block onto itself: no load waits for that."""

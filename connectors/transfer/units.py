@@ -4,6 +4,7 @@ A unit is one hash block's tokens. Its image has shape (layers, 2, heads, HASH_B
 heads that are asked for; a buffer holds images one after the other.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,17 +14,19 @@ import numpy as np
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids
+from pdkv.errors import TransferTimeout
 from pdkv.kernels.streams import Event, Stream, streams_of
 
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 
 _MAX_PARTS = 256
 """Of which a pool remembers the rows."""
 
 COPY_TIMEOUT_S = 30.0
-"""A copy that a device has not made by then, and that waits for nothing, never ends."""
+"""A copy that a device has not made by then, and that waits for nothing, has met a device that hangs."""
 
 
 class UnitPart(NamedTuple):
@@ -153,7 +156,6 @@ class UnitPool:
 
         Raises:
             ValueError: as `gather`.
-            TransferTimeout: the device does not copy.
         """
         self._check(units, part, source)
         if self.flat is None:
@@ -262,7 +264,7 @@ class UnitPool:
             after.wait(timeout_s)  # who gives up leaves no copy behind that `out` is still to get
             torch.from_numpy(out).copy_(images.view(-1).view(torch.uint8), non_blocking=True)
             copies.done.record()
-        copies.done.synchronize(COPY_TIMEOUT_S)
+        await_copy(copies.done)
 
     def _scatter_to_device(self, units: Ids, part: UnitPart, source: Bytes) -> None:
         import torch
@@ -272,7 +274,7 @@ class UnitPool:
             images = torch.from_numpy(source).to(self.kv_cache.device, non_blocking=True).view(self.kv_cache.dtype)
             self.scatter_images(units, images.view(self._image_shape(units, part)), part)
             copies.done.record()
-        copies.done.synchronize(COPY_TIMEOUT_S)
+        await_copy(copies.done)
 
     def _image_shape(self, units: Ids, part: UnitPart) -> tuple[int, ...]:
         return (units.size, part.num_layers, 2, part.num_heads, HASH_BLOCK_SIZE, self.kv_cache.shape[5])
@@ -284,6 +286,20 @@ class UnitPool:
             self._of_thread.copies = _Copies(streams.make_stream(), streams.make_event())
         copies: _Copies = self._of_thread.copies
         return copies
+
+
+def await_copy(done: Event) -> None:
+    """Return when a copy has been made, however long that takes.
+
+    Nobody else may have its memory before: a device that hangs may write there when it goes on. So the thread, its
+    buffer and its blocks stay with the copy; who waits for them has a deadline.
+    """
+    while True:
+        try:
+            done.synchronize(COPY_TIMEOUT_S)
+            return
+        except TransferTimeout:
+            logger.error("a copy of KV has taken %g s: the device hangs; its memory is kept", COPY_TIMEOUT_S)
 
 
 class _Copies(NamedTuple):

@@ -1,5 +1,7 @@
 """Units out of a pool and into another one: any block sizes, head slices and layer ranges."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -144,6 +146,35 @@ def test_kernels_are_compiled_without_a_touch_of_the_pool(monkeypatch: pytest.Mo
     recorded.finish_all()
     assert asked == ["gather_blocks", "scatter_blocks"]
     assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_a_copy_that_a_device_has_not_made_keeps_its_memory(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Its device hangs, and goes on when the memory would have been another's."""
+    recorded = use_recorded(monkeypatch)
+    monkeypatch.setattr("pdkv.connectors.transfer.units.COPY_TIMEOUT_S", 0.01)
+    said = threading.Semaphore(0)
+    monkeypatch.setattr("pdkv.connectors.transfer.units.logger.error", lambda *args: said.release())
+    pool = UnitPool(make_pool(6, 16))
+    ids, expected = as_ids([4, 1]), pool.kv_cache[[4, 1]].clone()
+    image = recorded.make_pinned(2 * pool.unit_bytes(pool.whole)).numpy()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(pool.gather, ids, pool.whole, image, after=ON_HOST, timeout_s=0.0).result(20.0)
+        stream = recorded._streams[-1]
+        stream.hold()
+        if way == "out":
+            image[:] = 0
+            copy = thread.submit(pool.gather, ids, pool.whole, image, after=ON_HOST, timeout_s=0.0)
+        else:
+            pool.kv_cache.zero_()
+            copy = thread.submit(pool.scatter, ids, pool.whole, image)
+        for _ in range(3):
+            assert said.acquire(timeout=20.0)
+        assert not copy.done()
+        stream.release()
+        copy.result(20.0)
+    arrived = torch.from_numpy(image).view(torch.float32).view(expected.shape) if way == "out" else pool.kv_cache[ids]
+    assert torch.equal(arrived, expected)
 
 
 def test_units_are_cut_by_the_bytes_of_their_images() -> None:
