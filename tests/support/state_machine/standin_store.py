@@ -23,6 +23,7 @@ from pdkv.connectors.base import (
     NO_MATCH,
     BlockTables,
     ConfirmedRange,
+    Direction,
     FinishDecision,
     KVConnectorMetadata,
     LoadMode,
@@ -323,8 +324,9 @@ class StandInStoreWorker(MemoryWorker):
             self._close(key, TransferTimeout.code)
         return super().get_finished()
 
-    def stop(self, key: TransferKey) -> None:
-        self.end_key(key, TransferCancelled.code)
+    def stop(self, key: TransferKey, direction: Direction) -> None:
+        if direction == "receive":
+            self.end_key(key, TransferCancelled.code)
 
     def is_active(self, load: StandInStoreLoad) -> bool:
         """Whether the transfer still waits for this read; what lands later is refused."""
