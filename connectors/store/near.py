@@ -50,7 +50,7 @@ class NearValues:
     def submit(self, worker: TransferWorker, meta: StoreMetadata) -> None:
         """A step's orders. What was not brought near in time is not: its load is under way, or nobody wants it now."""
         for passed in meta.passed:
-            worker.drop(passed.key)
+            worker.drop(passed.key, "send")
             name, attempt = passed.key
             if passed.values:
                 self._submit_one(worker, (f"{name}/passed", attempt), Passed(passed.values))
