@@ -19,10 +19,11 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
-from pdkv.connectors.stats import stats_of_tiers
+from pdkv.connectors.stats import stats_of_tiers, sum_stats
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.forms import Forms, Pace, choose_form
+from pdkv.connectors.store.hidden import ComputeClock, HiddenTime
 from pdkv.connectors.store.near import LANE as AHEAD_LANE
 from pdkv.connectors.store.near import Ahead, NearValues, Passed
 from pdkv.connectors.store.options import StoreConnectorOptions
@@ -107,6 +108,8 @@ class StoreWorker(TransferWorker):
         self._cut = cut
         self._values = values
         self._coder = coder
+        self._clock = ComputeClock()
+        self._hidden = HiddenTime(self._clock)
         self._near = NearValues(values.store, cut, self._prefetch)
         self._pace = Pace()
         self._wake = notify
@@ -168,9 +171,9 @@ class StoreWorker(TransferWorker):
                 self.submit(name, "send", tasks)
         if meta.ahead or meta.passed:
             self._near.submit(self, meta)
-
         for order in meta.orders:
             self._orders.put(order)
+        self._clock.start()
 
     def _start_load(self, load: StoreLoad, after: StepDone) -> None:
         jobs = list(self._pieces(load.values, split=load.layerwise))
@@ -217,6 +220,11 @@ class StoreWorker(TransferWorker):
         stage = self._cut.stage_that_begins_at(layer) if self._step_loads else None
         if stage is None:
             return
+        self._clock.stop()
+        self._wait_for_stage(stage)
+        self._clock.start()
+
+    def _wait_for_stage(self, stage: int) -> None:
         for key in self._step_loads:
             load = self._layer_loads[key]
             if not load.failed and not load.wait(stage, max(self._layer_deadline - time.monotonic(), 0.0)):
@@ -225,6 +233,7 @@ class StoreWorker(TransferWorker):
 
     def wait_for_save(self) -> None:
         """What a forward pass has waited for is reported with its step: its last job may be about to say so."""
+        self._clock.stop()
         for key in self._step_loads:
             while not self._layer_loads[key].failed and self._is_open(key):
                 self._ended.clear()
@@ -248,16 +257,19 @@ class StoreWorker(TransferWorker):
         super().shutdown()
 
     def get_stats(self) -> Stats:
-        return {**super().get_stats(), **stats_of_tiers(self._values.store.count_tiers())}
+        own = sum_stats([super().get_stats(), {"": self._hidden.stats}])
+        return {**own, **stats_of_tiers(self._values.store.count_tiers())}
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
 
     def run_job(self, job: Job, scratch: Any) -> int:
         match job.order:
             case _Read() as order:
-                return self._read(job, order)
+                with self._hidden.measure("load"):
+                    return self._read(job, order)
             case _Write() as order:
-                return self._reported(lambda: self._write(job, order))
+                with self._hidden.measure("save"):
+                    return self._reported(lambda: self._write(job, order))
             case Ahead(values):
                 return self._near.bring(job, values)
             case Passed(values):

@@ -12,8 +12,10 @@ from pdkv.wire.messages import ConnectorStats
 def describe_caches(engines: Sequence[EngineSnapshot]) -> dict[str, Any]:
     """JSON-ready: {"engines": [each that has reported]}.
 
-    Of an engine: the blocks of its pool by class, its prompts' tokens by source, and its tiers, fastest first. Values
-    and bytes of a tier are those that this engine wrote; a tier that does not know them says only what it gave.
+    Of an engine: the blocks of its pool by class, its prompts' tokens by source, its tiers, fastest first, and its
+    connectors over stores. Values and bytes of a tier are those that this engine wrote; a tier that does not know them
+    says only what it gave. Of a connector: seconds of loads and saves, and which share of them was hidden behind
+    computing; it has no share where it has no seconds.
     """
     return {
         "engines": [
@@ -26,6 +28,11 @@ def describe_caches(engines: Sequence[EngineSnapshot]) -> dict[str, Any]:
                     _describe_tier(part, stats)
                     for part, stats in sorted(engine.load.connectors.items())
                     if stats.held is not None
+                ],
+                "stores": [
+                    _describe_times(part, stats)
+                    for part, stats in sorted(engine.load.connectors.items())
+                    if stats.load_seconds or stats.save_seconds
                 ],
             }
             for engine in engines
@@ -42,3 +49,12 @@ def _describe_tier(part: str, stats: ConnectorStats) -> dict[str, Any]:
     return told | {
         "values": held.values, "bytes": held.num_bytes, "capacity": held.capacity, "evictions": held.evicted
     }  # fmt: skip
+
+
+def _describe_times(part: str, stats: ConnectorStats) -> dict[str, Any]:
+    loads = _share("load", stats.load_seconds, stats.hidden_load_seconds)
+    return {"connector": part} | loads | _share("save", stats.save_seconds, stats.hidden_save_seconds)
+
+
+def _share(what: str, seconds: float, hidden: float) -> dict[str, float]:
+    return {f"{what}_seconds": seconds, f"hidden_{what}_share": hidden / seconds} if seconds else {}

@@ -53,6 +53,10 @@ _CONNECTOR_COUNTERS = {
     "tier_failures": "Calls of this tier that failed, or that it was spared after a failure.",
     "damaged_values": "Stored values that were not what had been saved.",
     "corrupted_transfers": "KV transfers that failed because what arrived was not what the peer had.",
+    "load_seconds": "Seconds that threads of a store's connector spent on loads.",
+    "hidden_load_seconds": "Of load_seconds, those in which the engine computed and did not wait for the load.",
+    "save_seconds": "Seconds that threads of a store's connector spent on saves.",
+    "hidden_save_seconds": "Of save_seconds, those in which the engine computed.",
 }
 """Fields of ConnectorStats, and what they count."""
 

@@ -181,6 +181,7 @@ class FakeDispatcher:
             partial_loads=9,
             connectors={
                 "multi/0-p2p": ConnectorStats(saves=11, loads=12, saved_bytes=13, timeouts=14, fallbacks=15),
+                "multi/1-store": ConnectorStats(load_seconds=8.0, hidden_load_seconds=6.0),
                 "multi/1-store/0-redis": ConnectorStats(tier_hits=16, tier_failures=17, held=TierHeld()),
                 "multi/1-store/0-host": ConnectorStats(tier_hits=22, held=TierHeld(18, 19 << 20, 20 << 20, 21)),
             },

@@ -587,10 +587,14 @@ class ConnectorStats(msgspec.Struct, frozen=True):
     corrupted_transfers: Count = 0  # failed: what arrived was not what the peer had
     paths: Annotated[dict[Id, Id], Meta(max_length=MAX_CARDS)] = {}  # by which KV of these peers is read
     held: TierHeld | None = None  # of a tier; None: it is none
+    load_seconds: Seconds = 0.0  # that threads spent on loads
+    hidden_load_seconds: Seconds = 0.0  # of these, while the step thread computed and did not wait for them
+    save_seconds: Seconds = 0.0
+    hidden_save_seconds: Seconds = 0.0
 
     def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
         names = [name for name in self.__struct_fields__ if name not in ("paths", "held")]
-        total = ConnectorStats(*(getattr(self, name) + getattr(other, name) for name in names))
+        total = ConnectorStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
         paths = dict(self.paths)
         for peer, path in other.paths.items():  # ranks may differ
             paths[peer] = "+".join(sorted({*paths.get(peer, path).split("+"), *path.split("+")}))

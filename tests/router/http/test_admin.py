@@ -71,6 +71,7 @@ def test_what_pools_and_tiers_hold() -> None:
         },
         {"tier": "multi/1-store/0-redis", "hits": 16, "failures": 17},
     ]  # fmt: skip
+    assert engine["stores"] == [{"connector": "multi/1-store", "load_seconds": 8.0, "hidden_load_share": 0.75}]
 
 
 def ask_launchers(exchange: Exchange) -> None:

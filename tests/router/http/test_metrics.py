@@ -224,6 +224,9 @@ def test_connectors_by_their_names_and_parts() -> None:
         "pdkv_connector_timeouts_total": 14,
         "pdkv_connector_fallbacks_total": 15,
     }
+    store = ("multi/1-store", "decode-1", "decode")
+    assert samples[("pdkv_connector_load_seconds_total", *store)] == 8
+    assert samples[("pdkv_connector_hidden_load_seconds_total", *store)] == 6
     tier = ("multi/1-store/0-redis", "decode-1", "decode")
     assert samples[("pdkv_connector_tier_hits_total", *tier)] == 16
     assert samples[("pdkv_connector_tier_failures_total", *tier)] == 17
