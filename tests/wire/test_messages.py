@@ -107,7 +107,7 @@ def test_what_is_no_frame_is_refused(data: bytes) -> None:
         decode_frame(data)
 
 
-SUBMIT = msgspec.to_builtins(EXAMPLES[0], builtin_types=(bytes,))
+SUBMIT = msgspec.to_builtins(next(m for m in EXAMPLES if isinstance(m, Submit)), builtin_types=(bytes,))
 CARD = {
     "type": "Ready",
     "card": msgspec.to_builtins(
