@@ -8,15 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from nixl_rig import HAS_NIXL
+from store_servers import lmcache_server, mooncake_server, redis_server, s3_server
 
 from pdkv.cli.main import main
 from pdkv.connector_kit.check.report import Report, all_cases, check
 from pdkv.connector_kit.rig.processes import Zygote
+
+Server = Callable[[], AbstractContextManager[str]]
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -29,6 +33,7 @@ SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
     ("shared_storage", {}),
     ("store", {}),
     ("store", {"load": "layerwise"}),
+    ("store", {"url": "host://{directory}"}),
     ("p2p", {}),
     ("nixl", {"mode": "pull"}),
     ("nixl", {"mode": "push"}),
@@ -65,7 +70,8 @@ BROKEN: Sequence[tuple[str, str]] = [
 
 
 def name_of(connector: str, options: dict[str, str]) -> str:
-    return "-".join([connector.partition(":")[0], *(value for value in options.values() if "/" not in value)])
+    words = [value.partition("://")[0] for value in options.values()]
+    return "-".join([connector.partition(":")[0], *(word for word in words if "/" not in word)])
 
 
 def assert_passed(report: Report) -> None:
@@ -110,6 +116,14 @@ def test_the_kit_passes_for_what_is_shipped(connector: str, options: dict[str, s
 def test_the_whole_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str], zygote: Zygote) -> None:
     need(connector)
     assert_passed(check(connector, options=options, zygote=zygote))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [redis_server, lmcache_server, mooncake_server, s3_server], ids=lambda s: s.__name__)
+def test_the_whole_kit_passes_for_stores_in_servers(server: Server, tmp_path: Path) -> None:
+    """Its processes have the environment that clients of the server need."""
+    with server() as url, Zygote(tmp_path) as zygote:
+        assert_passed(check("store", options={"url": url}, zygote=zygote))
 
 
 @pytest.mark.parametrize(("connector", "case"), BROKEN, ids=[name.partition(":")[2] for name, _ in BROKEN])

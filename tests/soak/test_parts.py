@@ -12,11 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from matrix_rows import BACKENDS
 from oracle import Expected
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from soak.accounts import BUSY_BLOCKS, COUNTS, accounts
-from soak.backends import select
+from soak.backends import BACKENDS, select
 from soak.checks import check_log, loop_stalls
 from soak.journal import Journal
 from soak.load import Load, Trial

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from matrix_rows import BACKENDS
+from soak.backends import BACKENDS
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 20

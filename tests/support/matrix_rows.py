@@ -40,7 +40,8 @@ def _plain(*flags: str, directory: Path) -> Iterator[Chosen]:
 
 
 @contextlib.contextmanager
-def _served(server: Callable[[], StoreServer], *, directory: Path) -> Iterator[Chosen]:
+def served(server: Callable[[], StoreServer], *, directory: Path) -> Iterator[Chosen]:
+    """A store in a server."""
     with server() as running:
         yield Chosen(_connector("store", f"url={running.url}"), running)
 
@@ -56,8 +57,8 @@ BACKENDS: dict[str, Callable[..., Choice]] = {
     "nixl pull ucx": functools.partial(_plain, "nixl", "mode=pull", "path=ucx"),
     "nixl push ucx": functools.partial(_plain, "nixl", "mode=push", "path=ucx"),
     "shared_storage": functools.partial(_plain, "shared_storage", "path={directory}/kv"),
-    "store redis": functools.partial(_served, RedisServer),
-    "store lmcache": functools.partial(_served, LMCacheServer),
+    "store redis": functools.partial(served, RedisServer),
+    "store lmcache": functools.partial(served, LMCacheServer),
     "store tiers": functools.partial(_plain, "store", "url=memory://,file://{directory}/kv"),
     "multi": functools.partial(_plain, "multi", "connectors=shared_memory,store", "store.url=file://{directory}/kv"),
 }

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 from deployments import Running, launches
-from matrix_rows import BACKENDS, HAVE_CONNECTIONS, Chosen
+from matrix_rows import Chosen
 from oracle import Expected
 from prompt_set import forty_prompts
 from serving_checks import read_books, serve_directory
@@ -29,7 +29,16 @@ from traffic import client_of
 
 from soak import hostile_frames, strangers
 from soak.accounts import accounts
-from soak.backends import HAVE_FILES, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
+from soak.backends import (
+    BACKENDS,
+    HAVE_CONNECTIONS,
+    HAVE_FILES,
+    REQUEST_TIMEOUT_S,
+    STORE_MIB,
+    choose,
+    extra_flags,
+    select,
+)
 from soak.checks import (
     Held,
     check_let_go,
