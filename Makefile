@@ -56,7 +56,7 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu and not slow"
 
 # Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out of e2e.
-# Takes half an hour on two cores.
+# Takes an hour on two cores.
 matrix: install
 	mkdir -p .bench && rm -f .bench/matrix.txt
 	MATRIX_RESULTS=$(abspath .bench/matrix.txt) \

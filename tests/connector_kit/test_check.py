@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,6 @@ from store_servers import lmcache_server, mooncake_server, redis_server, s3_serv
 from pdkv.cli.main import main
 from pdkv.connector_kit.check.report import Report, all_cases, check
 from pdkv.connector_kit.rig.processes import Zygote
-
-Server = Callable[[], AbstractContextManager[str]]
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -42,6 +41,13 @@ SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
     ("pdkv_sqlite:SQLiteConnector", {"path": "{directory}/kv.db"}),
     ("pdkv_sockets:SocketConnector", {"timeout_s": "0.8"}),
 ]
+
+SERVERS: Mapping[str, Callable[[], AbstractContextManager[str]]] = {
+    "redis": redis_server,
+    "lmcache": lmcache_server,
+    "mooncake": partial(mooncake_server, 1 << 30),
+    "s3": s3_server,
+}
 
 IN_MAKE_TEST = (
     "content_identity", "attempts", "later_attempts", "replay", "aborts", "kv_groups", "lower_tiers", "restarted_peer",
@@ -119,10 +125,10 @@ def test_the_whole_kit_passes_for_what_is_shipped(connector: str, options: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", [redis_server, lmcache_server, mooncake_server, s3_server], ids=lambda s: s.__name__)
-def test_the_whole_kit_passes_for_stores_in_servers(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SERVERS)
+def test_the_whole_kit_passes_for_stores_in_servers(name: str, tmp_path: Path) -> None:
     """Its processes have the environment that clients of the server need."""
-    with server() as url, Zygote(tmp_path) as zygote:
+    with SERVERS[name]() as url, Zygote(tmp_path) as zygote:
         assert_passed(check("store", options={"url": url}, zygote=zygote))
 
 

@@ -74,7 +74,10 @@ def check_pass(deployment: Running, workload: Workload) -> Books:
 
 
 def check_row(row: TierRow, workload: Workload, directory: Path) -> None:
-    """Compute and write; find again what the pools have lost; and once more behind the death of all but host memory."""
+    """Compute and write; find again what the pools have lost; and once more behind the death of all but host memory.
+
+    A server that hands prompts over is left alive: host memory may lose what only it has before it is handed over.
+    """
     decode_pool = ("--decode-kv-cache-memory", str(DECODE_BLOCKS * workload.block_bytes))
     with (
         TIERS[row.tiers](row, directory) as tiers,
@@ -84,7 +87,7 @@ def check_row(row: TierRow, workload: Workload, directory: Path) -> None:
         again = check_pass(deployment, workload)
         hits = count_by_tier(deployment, tiers, "pdkv_connector_tier_hits_total")
         evicted = count_by_tier(deployment, tiers, "pdkv_tier_evictions_total")
-        kill_all(deployment, tiers.server)
+        kill_all(deployment, None if row.handoff == "store" else tiers.server)
         behind_deaths = check_pass(deployment, workload)
         later_hits = count_by_tier(deployment, tiers, "pdkv_connector_tier_hits_total")
     for books in (again, behind_deaths):

@@ -235,6 +235,32 @@ def test_an_engine_that_nobody_knows_of_is_reaped(lifeline: int, how: str) -> No
     run(main)
 
 
+_CLIENT = (
+    "from pdkv.host.linux import set_process_name as name; import sys; name('pdkv-client'); print(); sys.stdin.read()"
+)
+_ENGINE = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {_CLIENT!r}])"
+
+
+@pytest.mark.usefixtures("subreaper")
+def test_what_an_engine_had_started_is_reaped_when_both_have_ended() -> None:
+    """As Mooncake's client, a process of its own, which outlives its engine for a moment. Found by a soak."""
+
+    async def main() -> None:
+        with subprocess.Popen([sys.executable, "-c", _ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
+            assert popen.stdin is not None
+            assert popen.stdout is not None
+            engine = children._engine_child("decode-0", popen.pid, popen)
+            await asyncio.to_thread(popen.stdout.readline)
+            (client,) = psutil.Process(popen.pid).children()
+            engine.send_signal(signal.SIGKILL)
+            await engine.wait()
+            assert client.is_running()
+            popen.stdin.close()
+            await until(lambda: not psutil.pid_exists(client.pid))
+
+    run(main)
+
+
 async def until(check: Callable[[], bool]) -> None:
     """Nobody reports what is looked at here."""
     await asyncio.to_thread(wait_until_true, check, "it is so")

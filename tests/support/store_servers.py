@@ -250,9 +250,9 @@ def mooncake_libraries() -> "patch.dict[str, str]":
 
 
 @contextlib.contextmanager
-def mooncake_server() -> Iterator[str]:
+def mooncake_server(memory_bytes: int = 256 << 20) -> Iterator[str]:
     """The URL of a Mooncake store that ends with the block."""
-    with MooncakeServer() as server:
+    with MooncakeServer(memory_bytes) as server:
         yield server.url
 
 

@@ -105,8 +105,9 @@ class TierRow(NamedTuple):
         """Of the topology and the hand-off; those of tiers come from TIERS."""
         count, (prefill_tp, decode_tp) = self.topology[0], self.ranks
         ranks = ("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp))
-        patient = f"{'' if self.handoff == 'store' else 'store.'}lookup_timeout_s=20"  # a busy machine makes no miss
-        own = (*HANDOFFS[self.handoff], "--connector-config", patient)
+        child = "" if self.handoff == "store" else "store."
+        patient = (f"{child}lookup_timeout_s=20", f"{child}transfer_timeout_s=60")  # a busy machine makes no miss
+        own = (*HANDOFFS[self.handoff], "--connector-config", *patient)
         return ("--prefill", count, "--decode", count, *ranks, *own)
 
     @property

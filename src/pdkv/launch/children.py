@@ -75,7 +75,8 @@ class Child:
 
 
 class _Strays:
-    """Children that were forked for nobody: who asked is gone, or their fork server before it said their pid.
+    """Children of nobody here: who asked for their fork is gone, or their fork server before it said their pid, or an
+    engine that had started them, such as a store's client.
 
     They end by themselves (`Acknowledger.wait_known`), and would be zombies as long as this process lives.
     """
@@ -113,7 +114,14 @@ def _forked_children() -> set[int]:
     for path in glob.glob("/proc/self/task/*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
             found.update(map(int, Path(path).read_text().split()))
-    return {pid for pid in found if process_name(pid).startswith("pd ")}
+    return {pid for pid in found if process_name(pid).startswith(("pd ", "pdkv-"))}
+
+
+def _engine_child(name: str, pid: int, popen: _Popen | None = None) -> Child:
+    """A rank of an engine. What it has started is this process's when it dies."""
+    child = Child(name, pid, popen)
+    child.when_dead(_strays.adopt)
+    return child
 
 
 def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
@@ -281,7 +289,7 @@ def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequ
     """Start a rank of an engine as a fresh interpreter: the fallback where the fork server does not work."""
     fds = [ack_fd, lifeline_fd, *rank_fds]
     popen = _spawn("pdkv.launch.engine_process", fds, fds, encode(spec))
-    return Child(spec.process_name, popen.pid, popen)
+    return _engine_child(spec.process_name, popen.pid, popen)
 
 
 def spawn_router(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
@@ -347,7 +355,7 @@ class ForkServer:
             with _strays.forking():
                 async with asyncio.timeout(timeout_s):
                     socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
-                    return Child(spec.process_name, int(await self._expect_answer()))
+                    return _engine_child(spec.process_name, int(await self._expect_answer()))
         except TimeoutError:
             self.child.send_signal(signal.SIGKILL)
             self.close()
