@@ -133,6 +133,7 @@ class EngineCore:
         outbox: Outbox,
         stop_rules: StopRules,
         grammars: GrammarWait,
+        watch: StepWatch,
         shutdown: Callable[[], None],
     ) -> None:
         self.card = card
@@ -143,7 +144,7 @@ class EngineCore:
         self.decode = decode
         self.grammars = grammars
         self.counters = Counters()
-        self.watch = StepWatch()
+        self.watch = watch
         self.requests: dict[RequestKey, Request] = {}
         self._attempts: dict[str, int] = {}  # live requests' attempt
         self._transfers: dict[TransferKey, RequestKey] = {}  # live requests' transfers

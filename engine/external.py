@@ -35,6 +35,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request
+from pdkv.engine.swap import SwapRule
 from pdkv.secret_options import without_secrets
 from pdkv.wire.messages import (
     MAX_CONNECTOR_PARTS,
@@ -122,7 +123,13 @@ class ExternalKV:
     """Loads, saves and their blocks. `connector` None: an engine without peers and stores."""
 
     def __init__(
-        self, connector: SchedulerConnector | None, pool: BlockPool, *, block_size: int, num_groups: int = 1
+        self,
+        connector: SchedulerConnector | None,
+        pool: BlockPool,
+        swap: SwapRule,
+        *,
+        block_size: int,
+        num_groups: int = 1,
     ) -> None:
         self.connector = connector
         self.loads: dict[TransferKey, KVLoad] = {}
@@ -139,6 +146,7 @@ class ExternalKV:
         self._num_waited = 0  # views without what is confirmed
         self._confirmed_unit = max(block_size, observes.confirmed_tokens)
         self._pool = pool
+        self._swap = swap
         self._block_size = block_size
         self._no_blocks: list[list[int]] = [[] for _ in range(num_groups)]  # of a request that has none
         self._quarantine: dict[TransferKey, Sequence[int]] = {}
@@ -174,7 +182,13 @@ class ExternalKV:
             return NO_MATCH  # their logits must be computed
         if request.transfer_key in self._quarantine:
             return NO_MATCH  # its earlier load has not let go yet
-        return self.connector.get_num_new_matched_tokens(request.view(), num_computed)
+        is_swapped = request.preempted and request.kv != "await_peer"
+        if is_swapped and not self._swap.looks:
+            return NO_MATCH
+        matched = self.connector.get_num_new_matched_tokens(request.view(), num_computed)
+        if is_swapped and matched.num_tokens and not self._swap.prefers_load(matched.num_tokens):
+            return NO_MATCH
+        return matched
 
     def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:
         """What the connector observes of a step that computes so many tokens more of each request."""
@@ -369,6 +383,8 @@ class ExternalKV:
                     self.num_unknown_results += 1
                 if load is not None:
                     settled.loads.append(EndedLoad(load, ok, outcome))
+                    if ok and load.request.kv != "await_peer":
+                        self._swap.loaded(load.stop - load.start, outcome.seconds)
         return settled
 
     def take_tier_events(self) -> Sequence[TierEvents]:

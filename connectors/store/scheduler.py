@@ -1,9 +1,11 @@
 """The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import compress, count
+from itertools import accumulate, compress, count
 from operator import attrgetter
+from sys import maxsize
 from typing import NamedTuple
 
 import msgspec
@@ -122,7 +124,7 @@ class StoreScheduler(SchedulerConnector):
         )
         self.lookups = lookups
         self.num_refused_handoffs = 0  # from engines that cut otherwise
-        self.num_skipped_saves = 0  # values not written: too much under way
+        self.num_late_saves = 0  # values that were not written when they could have been: too much was under way
         self.num_failed_saves = 0  # batches
         self._options = options
         self._cut = cut
@@ -137,6 +139,7 @@ class StoreScheduler(SchedulerConnector):
         self._saving: set[bytes] = set()
         self._batches: dict[TransferKey, _Batch] = {}
         self._num_save_bytes = 0
+        self._put_off: dict[TransferKey, int] = {}  # where what was too much begins
         self._handoffs: dict[TransferKey, list[Value]] = {}  # being saved or leased, with their tails
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # last keys of requests
         self._numbers = count()
@@ -278,6 +281,8 @@ class StoreScheduler(SchedulerConnector):
         for load in loads:
             load.layerwise = load.key in scheduled  # others wait outside the batch
         saves = [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
+        for key in (*view.preempted, *view.finished, *view.aborted):
+            self._put_off.pop(key, None)
         ahead, passed = self._look(view.waiting_keys)
         return StoreMetadata(
             step_id=view.step_id,
@@ -296,6 +301,8 @@ class StoreScheduler(SchedulerConnector):
         requests for what nobody has seen for a while.
         """
         request, key = confirmed.request, confirmed.request.transfer_key
+        if (start := self._put_off.pop(key, maxsize)) < confirmed.start:
+            confirmed = msgspec.structs.replace(confirmed, start=start)
         if request.kv != "handoff" and self._cut.is_plain and self._are_known(confirmed):
             return None
         if len(confirmed.block_tables[0]) * self._block_size < confirmed.stop:
@@ -305,12 +312,25 @@ class StoreScheduler(SchedulerConnector):
         tails = self._cut.tails(key, confirmed.stop) if confirmed.last else []
         if is_handoff:
             self._handoffs[key] = tails
-        elif self._num_save_bytes + self._num_bytes(new) > self._max_save_bytes:
-            self.num_skipped_saves += len(new)
-            return None
+        else:
+            new = self._fitting(key, new)
         if not (new or check or confirmed.last):
             return None
         return self._make_save(confirmed, new, check, tails)
+
+    def _fitting(self, key: TransferKey, new: list[Value]) -> list[Value]:
+        """As many as may be saved beside what is under way. The rest comes with what the request fills next, or never
+        where a KV group has a window, whose blocks may be gone by then.
+        """
+        room = (self._max_save_bytes - self._num_save_bytes) // self._token_bytes  # tokens
+        num_fitting = bisect_right(list(accumulate(map(_tokens_of, new))), room)
+        if num_fitting == len(new):
+            return new
+        self.num_late_saves += len(new) - num_fitting
+        if not self._cut.is_plain:
+            return []
+        self._put_off[key] = new[num_fitting].start
+        return new[:num_fitting]
 
     def _are_known(self, confirmed: ConfirmedRange) -> bool:
         """Whether all of a request, which has one KV group, is stored already, as what was just loaded is."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from pdkv.config import HandoffConfig
+from pdkv.config import HandoffConfig, Preemption
 from pdkv.connectors.base import SchedulerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.decode.role import DecodeRole
@@ -15,11 +15,13 @@ from pdkv.engine.grammar_wait import GrammarWait
 from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.scheduler import Scheduler, SchedulerLimits
 from pdkv.engine.stopping import StopRules
+from pdkv.engine.swap import SwapRule
 from pdkv.grammar.store import GrammarStore
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
 from pdkv.wire.messages import EngineCard
+from pdkv.wire.step_watch import StepWatch
 
 LOCAL_PREFILL_TOKENS = 64
 """Decode first: with fewer prompt tokens missing than this, decode prefills by itself."""
@@ -40,6 +42,7 @@ def build_core(
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS,
     grammars: GrammarStore | None = None,
     processors: ProcessorSet = NO_PROCESSORS,
+    preemption: Preemption = "swap",
 ) -> EngineCore:
     """An engine around an executor whose KV pool has card.num_blocks blocks, enough for card.max_model_len tokens.
 
@@ -50,6 +53,7 @@ def build_core(
         hit_tokens: of the connector.
         processors: logits processors that requests may name.
         grammars: who compiles those of requests; None: requests that have one are refused. Stays the caller's.
+        preemption: what becomes of the KV of preempted requests.
     """
     layout = card.layout
     pool = BlockPool(card.num_blocks, block_table, keys_per_block=layout.block_size // card.hash_block_size)
@@ -62,7 +66,9 @@ def build_core(
         hit_tokens=hit_tokens,
     )
     assert kv.num_at_once(card.max_model_len) <= card.num_blocks, "a request of the longest length must fit alone"
-    external = ExternalKV(connector, pool, block_size=layout.block_size, num_groups=layout.num_groups)
+    watch = StepWatch()
+    swap = SwapRule(preemption, watch.times.predict_s, limits.max_num_batched_tokens)
+    external = ExternalKV(connector, pool, swap, block_size=layout.block_size, num_groups=layout.num_groups)
     outbox = Outbox()
 
     def num_promised_blocks() -> int:
@@ -104,5 +110,6 @@ def build_core(
         outbox=outbox,
         stop_rules=stop_rules,
         grammars=GrammarWait(grammars),
+        watch=watch,
         shutdown=shutdown,
     )

@@ -388,6 +388,7 @@ def _connect(
         hit_tokens=_hit_tokens(plan),
         grammars=grammars,
         processors=plan.processors,
+        preemption=plan.config.preemption,
         shutdown=shutdown,
     )
     weakref.finalize(core, grammars.close)  # its thread would keep its memory

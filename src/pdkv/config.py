@@ -24,6 +24,9 @@ DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 """Of a GPU's memory, for all engines on it together that were told no share of their own."""
 
 
+Preemption = Literal["auto", "recompute", "swap"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """One engine."""
@@ -63,6 +66,11 @@ class EngineConfig:
         2, "steps planned while an earlier one still computes, so that the model never waits; 0: strictly in turn",
         ge=0, le=2,
     )  # fmt: skip
+    preemption: Preemption = option(
+        "auto",
+        "KV of requests that had to give their blocks up: read again from host memory or a store, where it is, or "
+        "computed again; auto: what takes less time",
+    )
     in_turn_below_s: float = option(
         0.05,
         "on a CPU, steps that are expected to take less are computed in turn, which then costs less; 0: none are",

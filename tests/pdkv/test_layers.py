@@ -21,6 +21,7 @@ BASE = (
     "logits_processors",
     "secret_options",
     "version",
+    "cost_line",
     "trace_context",
     "log_fields",
 )

@@ -1,5 +1,7 @@
 """Store connectors: what is saved, found, loaded and dropped. Both sides driven by hand over a real memory store."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 import torch
@@ -249,9 +251,25 @@ def test_a_hand_off_checks_what_is_believed_and_writes_what_was_evicted(store: F
 def test_beyond_the_bound_only_hand_offs_are_saved(store: FaultyStore, make: MakeEngine) -> None:
     engine = make("p", max_save_bytes="1")
     assert engine.save(view("a", num_tokens=129), scattered(128, 16), 128) is None
-    assert engine.scheduler.num_skipped_saves == 2
+    assert engine.scheduler.num_late_saves == 2
     prefill(engine, 128)
     assert store.count("put") == 2
+
+
+def test_what_was_too_much_is_saved_with_what_comes_next(store: FaultyStore, make: MakeEngine) -> None:
+    engine = make("p")
+    request, blocks = view("a", num_tokens=258), scattered(257, 16)
+    kv = random_kv(256, seed=7)
+    engine.fill(blocks, kv)
+    engine.scheduler._max_save_bytes = 64 * engine.scheduler._token_bytes  # one value
+    ends = (0, 128, 192, 256, 257)
+    for saved, (start, stop) in enumerate(pairwise(ends), 1):
+        engine.save(request, blocks, stop, start=start)
+        assert store.count("put") == saved
+    assert engine.scheduler.num_late_saves == 3
+    assert engine.ask(view("b", num_tokens=257)) == 256
+    assert not engine.load(view("b", num_tokens=257), scattered(256, 16, start=7), 256).code
+    assert torch.equal(engine.tokens(scattered(256, 16, start=7), 256), kv)
 
 
 # --- configuration ------------------------------------------------------------------------------------------------

@@ -1,0 +1,44 @@
+"""What something costs as a line over its amount, from what was measured lately."""
+
+DECAY = 0.9
+"""Weight of a measurement when the next one comes: the last ten or so count."""
+
+
+class Line:
+    """Seconds as a line over an amount, such as tokens or bytes: decayed least squares.
+
+    With w_i = DECAY^(age), slope = (Σw Σwxy - Σwx Σwy) / (Σw Σwx² - (Σwx)²), intercept = (Σwy - slope Σwx) / Σw. Where
+    amounts hardly differ, or the fit has a negative part, the line goes through the origin and the means.
+    """
+
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """One measurement; one of nothing is none."""
+        if amount <= 0 or seconds <= 0:
+            return
+        self._n = self._n * DECAY + 1
+        self._x = self._x * DECAY + amount
+        self._y = self._y * DECAY + seconds
+        self._xx = self._xx * DECAY + amount * amount
+        self._xy = self._xy * DECAY + amount * seconds
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return self._n > 0
+
+    def fit(self) -> tuple[float, float]:
+        """(seconds of nothing, seconds per unit of the amount); of no measurement (0, 0)."""
+        if not self.known:
+            return 0.0, 0.0
+        spread = self._n * self._xx - self._x * self._x
+        if spread > 0.01 * self._x * self._x:
+            slope = (self._n * self._xy - self._x * self._y) / spread
+            intercept = (self._y - slope * self._x) / self._n
+            if slope >= 0 and intercept >= 0:
+                return intercept, slope
+        return 0.0, self._y / self._x
