@@ -36,6 +36,7 @@ from benchmarks import (
     step_thread,
     step_transfer,
     structured,
+    swap,
     ttft,
 )
 from benchmarks.report import Claim, Context, Outcome, load_average, save, show
@@ -77,6 +78,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kv_hits": kv_hierarchy.run_hits,
     "kv_turns": kv_hierarchy.run_turns,
     "kv_look_ahead": look_ahead.run,
+    "swap": swap.run,
     "hosts": hosts.run,
     "sampler": sampler.run,
     "dtypes": dtypes.run,

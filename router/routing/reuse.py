@@ -5,7 +5,7 @@ Pure functions of measurements. What has not been measured yet is tried: after t
 
 from typing import NamedTuple
 
-from pdkv.cost_line import Line
+from pdkv.cost_line import DECAY, Line
 
 FADING = 0.98
 """Of what loans lost lately, so much stays with each prompt that is computed: what failed is tried again some day."""

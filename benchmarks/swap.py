@@ -1,0 +1,48 @@
+"""What it is worth to read the KV of preempted requests from host memory instead of computing it again."""
+
+from contextlib import ExitStack
+
+from benchmarks.load import Workload
+from benchmarks.models import find_model
+from benchmarks.report import Claim, Context
+from benchmarks.servers import Server, get, pdkv
+from benchmarks.versus import throughput
+from pdkv.connector_kit.bench.spread import Spread
+
+POOL = "128MiB"
+"""4,096 tokens of mid's KV, which has 32 KiB a token."""
+
+BURST, INPUT_LEN, OUTPUT_LEN = 12, 512, 448
+"""At the end of the longest 11,520 tokens, and at admission 6,144: nearly all are preempted, some more than once."""
+
+LIMIT = 1.2
+
+
+def run(context: Context) -> list[Claim]:
+    """Output tokens a second of bursts that preempt: `auto` / `recompute`, both with host memory; rounds take turns."""
+    model = find_model(context.models, "tiny" if context.quick else "mid")
+    burst, output_len, rounds = (4, 16, 1) if context.quick else (BURST, OUTPUT_LEN, 5)
+    shared = ("--threads", "2", "--kv-cache-memory", "8MiB" if context.quick else POOL, "--kv-host-memory", "2GiB")
+    with ExitStack() as stack:
+        servers = {
+            policy: stack.enter_context(pdkv(model, prefill=0, decode=1, options=(*shared, "--preemption", policy)))
+            for policy in ("auto", "recompute")
+        }
+        rates: dict[str, list[float]] = {policy: [] for policy in servers}
+        for seed in range(-1, rounds):  # the first warms up
+            for policy in sorted(servers, reverse=seed % 2 == 0):
+                rate = throughput(servers[policy], Workload(burst, INPUT_LEN, (output_len,) * 2, burst, seed=seed + 1))
+                if seed >= 0:
+                    rates[policy].append(rate)
+        preempted = {f"{policy}, preemptions": _num_preempted(server) for policy, server in servers.items()}
+    ratio = Spread.of(a / b for a, b in zip(rates["auto"], rates["recompute"], strict=True))
+    figures = {f"{policy} tok/s": Spread.of(found).median for policy, found in rates.items()}
+    title = (
+        f"mid, bursts of {burst} x {INPUT_LEN} in, {output_len} out in 4,096 tokens of pool: read again / recomputed"
+    )
+    return [Claim.of(title, ratio, LIMIT, "higher", figures | preempted)]
+
+
+def _num_preempted(server: Server) -> float:
+    lines = get(server.url + "/metrics").decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("pdkv_engine_preemptions_total"))
