@@ -92,11 +92,17 @@ def disturb(deployment: Running, seconds: float) -> Result:
         result.schemathesis = _run_schemathesis(deployment, seconds, result)
     if deployment.child_pid("pd router") != router or deployment.pids() != engines:
         result.violations.append("a process ended")
-    result.violations += [f"a traceback: {line}" for line in deployment.lines if "Traceback" in line]
+    result.violations += tracebacks(deployment.lines)
     result.stalls = counted(deployment.get("/metrics").text)
     _await_rest(deployment, result)
     _judge(result)
     return result
+
+
+def tracebacks(lines: Sequence[str]) -> list[str]:
+    """Those in a log, each with the lines before and behind it."""
+    found = [i for i, line in enumerate(lines) if "Traceback" in line]
+    return [f"a traceback: {chr(10).join(lines[max(i - 3, 0) : i + 40])}" for i in found]
 
 
 def _run_schemathesis(deployment: Running, seconds: float, result: Result) -> str:
@@ -106,8 +112,9 @@ def _run_schemathesis(deployment: Running, seconds: float, result: Result) -> st
     if not program.exists():
         time.sleep(seconds)
         return "not installed"
-    command = ["nice", str(program), "run", f"{deployment.url}/openapi.json", *_SCHEMATHESIS]
+    command = ["nice", str(program), "run", "openapi.json", "--url", deployment.url, *_SCHEMATHESIS]
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        (Path(folder) / "openapi.json").write_bytes(deployment.get("/openapi.json").content)  # it waits for 10 s only
         ran = subprocess.run(
             [*command, "--max-time", str(max(int(seconds) - 5, 1))],
             cwd=folder,

@@ -25,7 +25,7 @@ import psutil
 from deployments import NO_AUTHORITIES, Running
 from doors import processes_of
 
-from soak.clients import beside
+from soak.clients import beside, tracebacks
 from soak.hostile_shapes import Hostile, hostile_shapes
 from soak.report import RESULTS, write_json
 from soak.small_launch import launched
@@ -121,7 +121,7 @@ def disturb(deployment: Running, num_requests: int, quiet_s: float, seed: int) -
     result.resident_mib = {name: (memory.first.get(name, 0) >> 20, size >> 20) for name, size in memory.worst.items()}
     if deployment.child_pid("pd router") != router or deployment.pids() != engines:
         result.violations.append(f"a process ended: {engines} before, {deployment.pids()} now")
-    result.violations += [f"a traceback: {line}" for line in deployment.lines if "Traceback" in line]
+    result.violations += tracebacks(deployment.lines)
     for name, seen in (("before", result.gaps_before), ("beside hostile ones", result.gaps)):
         result.violations += [f"a stream {name} failed: {text}" for text in seen["failed"]]
     return result
