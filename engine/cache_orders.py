@@ -1,6 +1,6 @@
 """What operators ask of an engine's cache and of the tiers below it: the pool answers at once, tiers by and by."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pdkv.engine.external import ExternalKV
@@ -47,8 +47,10 @@ class CacheOrders:
         if order.tier in ("", POOL) and not (order.action in ("pin", "unpin", "prefetch") and not order.tier):
             opened.tiers.append(self._in_pool(order))
 
-    def take_answers(self, now: float) -> Iterable[tuple[str, CacheAnswer]]:
+    def take_answers(self, now: float) -> Iterator[tuple[str, CacheAnswer]]:
         """(router, answer) of orders that all tiers have answered, and of those whose time is over."""
+        if not self._open:  # as after most steps
+            return
         for answer in self._external.take_tier_answers():
             opened = self._open.get(answer.order_id)
             if opened is not None:

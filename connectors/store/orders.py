@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import product
 
 import msgspec
 
@@ -74,13 +73,15 @@ class OrderBook:
 
     def take_new(self) -> list[CacheOrder]:
         """Those that the workers shall carry out now."""
+        if not self._new:
+            return []
         orders, self._new = self._new, []
         self._under_way.update((name_of(order), order) for order in orders)
         return orders
 
     def settle(self, results: TransferResults) -> tuple[TransferResults, list[CacheOrder]]:
         """What else there is in a step's results, and the orders that were carried out."""
-        ended = self._under_way.keys() & results.finished_sending
+        ended = self._under_way.keys() & results.finished_sending if self._under_way else ()
         if not ended:
             return results, []
         sent = dict(results.finished_sending)
@@ -96,14 +97,14 @@ class OrderBook:
 
 
 def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
-    """All ranks' answers as one: values add up, the tokens are the first rank's, any of them may have failed."""
+    """All ranks' answers as one: values add up, all have the tokens that each has, any of them may have failed."""
     by_rank = [_answers.decode(note) for note in notes]
     merged: dict[str, TierAnswer] = {}
     for answer in (tier for rank in by_rank for tier in rank.tiers):
         known = merged.get(answer.tier)
         merged[answer.tier] = answer if known is None else TierAnswer(
             answer.tier,
-            max(known.num_tokens, answer.num_tokens),
+            min(known.num_tokens, answer.num_tokens),
             known.num_values + answer.num_values,
             known.code or answer.code,
             known.problem or answer.problem,
@@ -114,10 +115,9 @@ def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
 class TierOrders:
     """What one rank does about orders. `carry_out` blocks: the store's deadlines bound it."""
 
-    def __init__(self, store: KVStore, cut: StoreCut, rank: int, prefetch: Prefetch) -> None:
+    def __init__(self, store: KVStore, cut: StoreCut, prefetch: Prefetch) -> None:
         self._store = store
         self._cut = cut
-        self._rank = rank
         self._prefetch = prefetch
 
     def carry_out(self, order: CacheOrder, deadline: float) -> CacheAnswer:
@@ -143,7 +143,7 @@ class TierOrders:
             num_tokens, num_values = self._carry_out(order, tier, deadline)
         except TransferError as error:
             return TierAnswer(name, code=error.code, problem=str(error)[:MAX_PROBLEM_CHARS])
-        return TierAnswer(name, 0 if self._rank else num_tokens, num_values)
+        return TierAnswer(name, num_tokens, num_values)
 
     def _carry_out(self, order: CacheOrder, tier: KVStore, deadline: float) -> tuple[int, int]:
         """(tokens of the prompt, values) that it was about."""
@@ -165,19 +165,18 @@ class TierOrders:
                 if tier is not first or len(self._store.parts()) == 1:
                     raise StoreUnable("values are brought into the first of several tiers from those behind it")
                 self._prefetch(values, tier, deadline)
-        if self._rank:
-            return 0, 0  # the first one sees the parts of all
-        keys = [value.key + suffix for value, suffix in product(values, self._cut.suffixes)]
-        return self._count(order.keys, values, tier.contains(keys))
+        return self._count(order.keys, values, tier.contains(own))
 
     def _own_keys(self, values: Sequence[Value]) -> list[bytes]:
         """Of the parts that this rank writes, as many of each value."""
         return [key for value in values for key in self._cut.own_keys(value)]
 
     def _count(self, block_keys: Sequence[bytes], values: Sequence[Value], there: Sequence[bool]) -> tuple[int, int]:
-        """Tokens of the hit, and values there. `there`: by key, those of each value side by side."""
+        """Tokens of the hit, and values there. `there`: by key, those of each value side by side; where others write
+        all parts that this rank has, none.
+        """
         size = len(there) // len(values) if values else 0
-        whole = {value.key for i, value in enumerate(values) if size and all(there[i * size : (i + 1) * size])}
+        whole = {value.key for i, value in enumerate(values) if all(there[i * size : (i + 1) * size])}
         return longest_hit(self._cut, block_keys, whole), sum(there)
 
 
@@ -208,7 +207,8 @@ class OrderThread:
 
     def take(self) -> dict[TransferKey, TransferOutcome]:
         """What has been done since the last call. Never blocks."""
-        return dict(self._done.get_nowait() for _ in range(self._done.qsize()))
+        num_done = self._done.qsize()
+        return dict(self._done.get_nowait() for _ in range(num_done)) if num_done else {}
 
     def close(self) -> None:
         """End the thread behind the order that it is at. Idempotent."""

@@ -121,7 +121,7 @@ class StoreWorker(TransferWorker):
         self._step_loads: list[TransferKey] = []
         self._layer_deadline = 0.0
         self._ended = threading.Event()
-        self._orders = OrderThread(TierOrders(values.store, cut, config.rank, self._prefetch), notify)
+        self._orders = OrderThread(TierOrders(values.store, cut, self._prefetch), notify)
 
     def _result_is_in(self) -> None:
         self._ended.set()

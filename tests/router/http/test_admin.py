@@ -48,6 +48,8 @@ def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> No
         for method in ("PUT", "DELETE"):
             assert (await ask(method, "/decode-1", {"role": "any", "endpoint": "tcp://192.0.2.1:1"})).status == 405
         assert (await ask("POST", "/decode-1/drain", headers=other)).status == 403
+        for headers, status in ((root, 400), (other, 403), ({}, 401)):
+            assert (await call(app, "POST", "/admin/cache/lookup", {}, headers)).status == status
         assert (await ask("POST", "/decode-1/drain", headers={})).status == 401
         assert operations.describe("decode-1")["draining"] is False
         open_app = make_app(system.dispatcher, operations=operations)

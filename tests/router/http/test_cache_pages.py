@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from small_app import make_app, tokenizer
 from starlette.applications import Starlette
 
 from pdkv.block_keys import extend_keys, root_key
+from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.operations import Operations
 from pdkv.router.http.admin import create_admin_app
@@ -40,11 +42,11 @@ def keys_of(system: System, text: str, salt: str = "") -> list[bytes]:
 class Operator:
     """Asks, beside engines that answer."""
 
-    def __init__(self, system: System, answers: Answers) -> None:
+    def __init__(self, system: System, answers: Answers, keys: KeyRing | None = None) -> None:
         self.system = system
         self.orders: list[tuple[str, CacheOrder]] = []
         self._answers = answers
-        app = make_app(system.dispatcher)
+        app = make_app(system.dispatcher, keys=keys)
         self._app: Starlette = create_admin_app(
             system.dispatcher, Operations(system.dispatcher, never), app.state.caches
         )
@@ -124,6 +126,23 @@ def test_a_prompt_is_named_in_four_ways_and_all_by_none() -> None:
         assert [name for name, _ in operator.orders[num_orders:]] == ["prefill-0"], "one, which all read"
 
     with_operator(check, lambda name, order: [TierAnswer("store/0-host", 32, 2)])
+
+
+def test_the_salt_of_an_api_key_is_that_of_its_requests(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(make_key("a")[1])
+    file.chmod(0o600)
+    keys = KeyRing(file)
+    (tenant,) = keys.tenants
+
+    async def body(system: System) -> None:
+        operator = Operator(system, lambda name, order: [TierAnswer("pool")], keys)
+        assert (await operator.ask("lookup", {"prompt": TEXT, "api_key": "a", "cache_salt": "s"})).status == 200
+        assert operator.orders[-1][1].keys == keys_of(system, TEXT, tenant.salted("s")) != keys_of(system, TEXT, "s")
+        found = await operator.refusal("lookup", {"prompt": TEXT, "api_key": "b"})
+        assert found[:2] == (400, "api_key")
+
+    run(System(1, 1), body)
 
 
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
