@@ -108,17 +108,16 @@ def test_what_two_wait_for_is_fetched_once_and_spared_for_both(
 def test_the_window_is_bounded_by_host_memory_and_goes_on_with_the_queue(
     host: HostStore, engine: Engine, make: MakeEngine
 ) -> None:
-    token_bytes = engine.layout.token_bytes
-    assert host.look_ahead_bytes == host.count_held().capacity // 2
     look_ahead = engine.scheduler._look_ahead
     assert look_ahead is not None
+    assert look_ahead._max_tokens == host.count_held().capacity // 2 // engine.layout.token_bytes
     look_ahead._max_tokens = 3 * VALUES * 64 - 1  # two requests
-    assert look_ahead._max_tokens * token_bytes < host.look_ahead_bytes
     fill_lower_tier(make, 0, 1, 2)
     queue = [waiting(number) for number in range(3)]
     keys = step_until_ordered(engine, *queue[:2])
     for key in keys:
         engine.wait(key)
+    assert engine.ask(queue[2]) == VALUES * 64  # it is not for want of an answer
     assert engine.step(waiting_keys=[r.block_keys for r in queue]).ahead == []
     [third] = step_until_ordered(engine, queue[2])  # the others were admitted
     engine.wait(third)
