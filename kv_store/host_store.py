@@ -28,12 +28,14 @@ from pdkv.kv_store.base import Arrived, Buffer, Held, Sized, TellingStore, TierC
 from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
+from pdkv.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 1 << 30
 _MAX_SHUNNED = 4096
 _CLOCK_TICK_NS = 100_000_000  # more than two changes of a directory may lie apart and have one time
+_QUIET_S = 60.0  # between log lines about segments that cannot be opened
 _ASK_AGAIN_S = 1.0  # between looks whether a segment that another process wrote is free
 _SEGMENT, _ADDRESS = ".segment", ".memfd"
 
@@ -94,6 +96,8 @@ class HostStore(TellingStore):
         self._others: dict[str, Segment] = {}
         self._refused: set[str] = set()
         self._looked_at = -1  # the directory's time of modification then
+        self._looks_again = False  # also without a change
+        self._log_limit = LogLimit(_QUIET_S)
         self._shunned: OrderedDict[tuple[str, int, int], None] = OrderedDict()  # deleted, but not ours to delete
         self._asked_at = time.monotonic()  # for a segment to write
         try:
@@ -269,7 +273,7 @@ class HostStore(TellingStore):
         return name, SegmentWriter(segment)
 
     def _open(self, name: str, flags: int) -> Segment | None:
-        """None: it is gone, or none, which is said once."""
+        """None: it is gone, or none, which is said once; or it cannot be opened now, as without descriptors."""
         if name in self._refused:
             return None
         try:
@@ -278,10 +282,14 @@ class HostStore(TellingStore):
                 with os.fdopen(fd, "rb") as file:
                     fd = msgspec.json.decode(file.read(), type=SegmentAddress).open(flags)
             return None if fd is None else Segment(fd, writable=flags == os.O_RDWR)
-        except (OSError, StoreUnavailable, msgspec.MsgspecError) as error:
+        except (FileNotFoundError, StoreUnavailable, msgspec.MsgspecError) as error:
             self._refused.add(name)
             logger.warning("%s: %s: %s", self._where, name, error)
-            return None
+        except OSError as error:
+            self._looks_again = True
+            if self._log_limit.passes():
+                logger.warning("%s: %s cannot be opened now: %s", self._where, name, error)
+        return None
 
     def _names(self) -> list[str]:
         with self._directory.entries() as entries:
@@ -290,8 +298,9 @@ class HostStore(TellingStore):
     def _look_around(self) -> None:
         """See which segments are there, if the directory has changed. One that has gone is let go of."""
         changed_at = os.fstat(self._directory.fd).st_mtime_ns
-        if changed_at == self._looked_at:
+        if changed_at == self._looked_at and not self._looks_again:
             return
+        self._looks_again = False
         is_over = time.time_ns() > changed_at + _CLOCK_TICK_NS
         self._looked_at = changed_at if is_over else -1
         names = [name for name in self._names() if name != self._own_name]

@@ -16,7 +16,7 @@ import msgspec
 from pdkv.errors import StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.connections import Channel, Deadline
-from pdkv.kv_store.mooncake_process import LENGTH, MAX_CONTROL_BYTES, Call, Outcome, Ready, Start, Verb
+from pdkv.kv_store.mooncake_process import LENGTH, MAX_CONTROL_BYTES, TAKEN, Call, Outcome, Ready, Start, Verb
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class ClientConnection(Channel):
 
     def __init__(self, sock: socket.socket, arena_fd: int, what: str) -> None:
         super().__init__(sock, what)
-        self._fd = arena_fd
+        self.arena_fd = arena_fd
         self.arena: Buffer = memoryview(b"")
 
     def reserve(self, num_bytes: int) -> None:
@@ -44,8 +44,8 @@ class ClientConnection(Channel):
         """
         if num_bytes > len(self.arena):
             try:
-                os.ftruncate(self._fd, num_bytes)
-                self.arena = memoryview(mmap.mmap(self._fd, num_bytes))
+                os.ftruncate(self.arena_fd, num_bytes)
+                self.arena = memoryview(mmap.mmap(self.arena_fd, num_bytes))
             except OSError as error:
                 raise StoreUnavailable(f"{self._what}: {num_bytes} bytes to pass values through: {error}") from error
 
@@ -78,9 +78,9 @@ class ClientConnection(Channel):
 
     def close(self) -> None:
         super().close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.arena_fd >= 0:
+            os.close(self.arena_fd)
+            self.arena_fd = -1
 
 
 class MooncakeHost:
@@ -111,14 +111,14 @@ class MooncakeHost:
         if not self._lock.acquire(timeout=deadline.remaining()):
             deadline.remaining()  # raises
         try:
-            ours, theirs = socket.socketpair()
-            with theirs, contextlib.ExitStack() as unless_passed:
-                unless_passed.callback(ours.close)
-                arena_fd = os.memfd_create("pdkv-mooncake")
-                unless_passed.callback(os.close, arena_fd)
-                self._pass([theirs.fileno(), arena_fd], deadline, connect_timeout_s)
-                unless_passed.pop_all()
-            return ClientConnection(ours, arena_fd, self._what)
+            for _ in range(_MAX_STARTS):
+                control = self._running(deadline, connect_timeout_s)
+                try:
+                    return self._open_connection(control, deadline)
+                except StoreUnavailable as error:
+                    lost = self._end("went away", error)
+                    logger.warning("%s", lost)
+            raise StoreUnavailable(lost)
         except OSError as error:  # no descriptors, no memory for a process
             raise StoreUnavailable(f"{self._what}: {error}") from error
         finally:
@@ -149,18 +149,30 @@ class MooncakeHost:
         with self._lock:
             self._end("is closed")
 
-    def _pass(self, fds: Sequence[int], deadline: Deadline, connect_timeout_s: float) -> None:
-        """Pass a connection's descriptors to a process that is ready; raises as `connect`."""
-        for _ in range(_MAX_STARTS):
-            control = self._running(deadline, connect_timeout_s)
-            control.settimeout(deadline.remaining())
-            try:
-                socket.send_fds(control, [b"connection"], fds)
-            except OSError as error:  # one that is killed closes its sockets before it can be waited for
-                ended, why = self._end("went away", error), error
-            else:
-                return
-        raise StoreUnavailable(ended) from why
+    def _open_connection(self, control: socket.socket, deadline: Deadline) -> ClientConnection:
+        """One that the process has taken.
+
+        Raises:
+            StoreTimeout: it has not by the deadline.
+            StoreUnavailable: it is about to end: one that is killed closes its sockets one by one, and before it can be
+                waited for.
+            OSError: there are no descriptors.
+        """
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as unless_taken:
+            unless_taken.callback(ours.close)
+            with theirs:
+                connection = ClientConnection(ours, os.memfd_create("pdkv-mooncake"), self._what)
+                unless_taken.callback(connection.close)
+                connection.deadline = deadline
+                control.settimeout(deadline.remaining())
+                try:
+                    socket.send_fds(control, [b"connection"], [theirs.fileno(), connection.arena_fd])
+                except OSError as error:
+                    raise StoreUnavailable(f"{self._what}: {error}") from error
+            connection.read_exactly(len(TAKEN))
+            unless_taken.pop_all()
+        return connection
 
     def _running(self, deadline: Deadline, connect_timeout_s: float) -> socket.socket:
         """The control socket of a process that is ready."""
@@ -214,7 +226,7 @@ class MooncakeHost:
             raise StoreUnavailable(message)
         self._is_ready = True
 
-    def _end(self, reason: str, error: OSError | None = None) -> str:
+    def _end(self, reason: str, error: Exception | None = None) -> str:
         """End the process; what there is to say about it."""
         process, control = self._process, self._control
         self._process = self._control = None

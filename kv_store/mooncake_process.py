@@ -4,7 +4,8 @@ It logs, hangs and may crash, and it lets whoever connects to its ports read and
 (`tcp_transport.cpp`: a peer names addresses). So it runs beside nothing but the values under way: an engine shares one
 memfd with it per connection, and nothing else.
 
-A connection is a stream socket and a memfd, both sent by the engine: `Call`s come, `Outcome`s go, one at a time.
+A connection is a stream socket and a memfd, both sent by the engine. `TAKEN` goes, then `Call`s come and `Outcome`s go,
+one at a time.
 """
 
 import contextlib
@@ -30,6 +31,9 @@ Verb = Literal["contains", "get", "put", "delete"]
 
 LENGTH = struct.Struct("<I")
 """In front of each Call and Outcome: its bytes."""
+
+TAKEN = b"\n"
+"""What the process says first on a connection."""
 
 FOUND_NONE = -704
 """Of Mooncake's error codes (mooncake-store/include/types.h): there is no such key."""
@@ -173,6 +177,7 @@ def _serve(client: Any, connection: socket.socket, arena: _Arena, arenas: set[_A
     """One connection's life. An arena that may still be written to stays as it is, and counts."""
     is_quiet = True
     with connection, connection.makefile("rb") as stream, contextlib.suppress(OSError):  # the engine waits no longer
+        connection.sendall(TAKEN)
         while is_quiet and (head := stream.read(LENGTH.size)):
             outcome = _answer(client, msgspec.msgpack.decode(stream.read(*LENGTH.unpack(head)), type=Call), arena)
             is_quiet = not outcome.error and all(code >= 0 or code in _QUIET for code in outcome.codes)

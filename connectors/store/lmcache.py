@@ -14,6 +14,7 @@ import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
+    ASK_AGAIN,
     BlockTables,
     ConnectorConfig,
     KVConnectorMetadata,
@@ -46,7 +47,7 @@ class LMCacheOptions(StoreConnectorOptions):
     url: str = option(help="LMCache's server: lmcache://host:port", metavar="URL")
     model_name: str = option(help="the model as those engines were told it, a path as it was written", metavar="NAME")
     tokens_per_value: int = option(256, "LMCache's chunk_size, a multiple of 16", ge=HASH_BLOCK_SIZE)
-    hash: HashName = option("builtin", "LMCache's pre_caching_hash_algorithm")
+    hash: HashName = option(help="LMCache's pre_caching_hash_algorithm; prompts that meet in builtin are easily made")
     hash_seed: str = option(
         "", "PYTHONHASHSEED of those engines, which must have one; empty: they are without vLLM", metavar="TEXT"
     )
@@ -126,7 +127,8 @@ class LMCacheConnector(StoreConnector):
             keys = ChunkKeys(options.tokens_per_value, options.hash, options.hash_seed)
         except subprocess.SubprocessError as error:
             raise ConfigError(f"option hash_seed: Python does not take {options.hash_seed!r}: {error}") from None
-        return _ChunkScheduler(self.config, options, self.cut, lookups, _NoNews(self.store, self.cut), keys)
+        news = _NoNews(self.store, self.cut)
+        return _ChunkScheduler(self.config, options, self.cut, lookups, news, keys, self.notify)
 
 
 class ChunkCut(StoreCut):
@@ -215,11 +217,16 @@ class _ChunkScheduler(StoreScheduler):
         lookups: KeyLookups,
         news: StoreNews,
         keys: ChunkKeys,
+        notify: Callable[[], None],
     ) -> None:
         super().__init__(config, options, cut, lookups, news)
         self._keys = keys
+        self._notify = notify
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        if not self._keys.are_ready(request):
+            self._notify()  # the next step goes on
+            return ASK_AGAIN
         return super().get_num_new_matched_tokens(self._shown(request), num_computed_tokens)
 
     def update_state_after_alloc(
@@ -228,6 +235,7 @@ class _ChunkScheduler(StoreScheduler):
         return super().update_state_after_alloc(self._shown(request), block_tables, num_external_tokens)
 
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
+        self._keys.begin_step()
         confirmed = [msgspec.structs.replace(item, request=self._shown(item.request)) for item in view.confirmed]
         waiting: Sequence[Sequence[bytes]] = ()  # of blocks: they cannot be looked up
         return super().build_connector_meta(msgspec.structs.replace(view, confirmed=confirmed, waiting_keys=waiting))

@@ -112,8 +112,8 @@ class SealedValues:
                 return
             num_damaged, self._num_untold = self._num_untold, 0
         logger.warning(
-            "%d stored values are not what was saved under their keys (damaged or forged). They are deleted and "
-            "computed again; see pdkv_engine_kv_damaged_values_total in /metrics (next report in %g s at the earliest)",
+            "%d stored values were damaged or forged: they are deleted, and their KV is computed again; see "
+            "pdkv_engine_kv_damaged_values_total in /metrics (next report in %g s at the earliest)",
             num_damaged, QUIET_S,
         )  # fmt: skip
 

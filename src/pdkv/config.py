@@ -190,7 +190,8 @@ class TiersConfig:
 
     kv_host_memory: int | None = option(
         None,
-        "host memory of each engine for KV that its pool has no room for; the launch keeps it when the engine dies",
+        "host memory of each engine for a copy of all KV, of which the least recently used goes first; the launch "
+        "keeps it when the engine dies",
         size=True,
         ge=1 << 20,
     )

@@ -1,5 +1,6 @@
 """Segments of host memory: who writes which, what a successor finds, and what readers see of a writer at work."""
 
+import errno
 import logging
 import os
 import random
@@ -300,6 +301,25 @@ def test_an_address_of_something_else_is_refused(directory: Path, memfd: int) ->
     for fields in wrong:
         with pytest.raises(FileNotFoundError):
             SegmentAddress(os.getpid(), *fields).open(os.O_RDONLY)
+
+
+def test_a_segment_that_cannot_be_opened_now_is_opened_later(
+    open_: Open, memfd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a process has no descriptor left: it is not refused for good, though nothing changes there."""
+
+    def refuse(address: SegmentAddress, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    writer, reader = open_(), open_()
+    put(writer, 1)
+    long_ago = os.stat(reader._directory.fd).st_mtime_ns - 1_000_000_000
+    os.utime(reader._directory.fd, ns=(long_ago, long_ago))
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentAddress, "open", refuse)
+        assert [has(reader, 1) for _ in range(3)] == [[False]] * 3
+    assert has(reader, 1) == [True]
+    assert caplog.text.count("cannot be opened now") == 1
 
 
 def test_a_capacity_that_is_none_is_refused(directory: Path) -> None:

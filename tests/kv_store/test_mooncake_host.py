@@ -9,7 +9,7 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from pdkv.errors import StoreUnavailable
+from pdkv.errors import StoreTimeout, StoreUnavailable
 from pdkv.kv_store import mooncake_host
 from pdkv.kv_store.connections import Deadline
 from pdkv.kv_store.mooncake_host import ClientConnection, MooncakeHost
@@ -75,7 +75,7 @@ def test_memory_that_there_is_not_is_unavailable() -> None:
         ours.reserve(1 << 62)
 
 
-@pytest.mark.parametrize("failing", ["socketpair", "memfd_create", "Popen"])
+@pytest.mark.parametrize("failing", ["socketpair", "Popen"])
 def test_what_the_system_refuses_is_unavailable_this_time(
     host: MooncakeHost, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,13 +84,23 @@ def test_what_the_system_refuses_is_unavailable_this_time(
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError("not now")
 
-    module = {"socketpair": mooncake_host.socket, "memfd_create": mooncake_host.os, "Popen": mooncake_host.subprocess}
+    module = {"socketpair": mooncake_host.socket, "Popen": mooncake_host.subprocess}
     num_open = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(module[failing], failing, refuse)
     with pytest.raises(StoreUnavailable, match="not now"):
         connect(host)
     monkeypatch.undo()
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+@pytest.mark.processes
+def test_a_client_that_takes_no_connection_is_a_timeout(host: MooncakeHost) -> None:
+    host._process = subprocess.Popen(["sleep", "60"])
+    host._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    host._is_ready = True
+    with theirs, pytest.raises(StoreTimeout):
+        host.connect(Deadline(0.1, "Mooncake"), 1.0)
+    assert host._process.poll() is None, "its next caller may have more time"
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -30,8 +31,8 @@ _WAIT_S = 20
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[MooncakeServer]:
-    """Its lender may stand still for long without losing its place, and a busy machine may let it."""
-    flags = "--put_start_discard_timeout_sec=1", "--default_kv_lease_ttl=100", "--client_ttl=60"
+    """Made for a busy machine: what stands still for long, lender or reader, loses nothing by that."""
+    flags = "--put_start_discard_timeout_sec=1", "--default_kv_lease_ttl=60000", "--client_ttl=60"
     with MooncakeServer(32 * MIB, *flags) as running:
         yield running
 
@@ -121,35 +122,54 @@ def test_full_is_said_and_what_is_old_goes(server: MooncakeServer, store: KVStor
     assert 10 < sum(there) <= 32
     assert not any(there[number] for number in refused)
     assert not get(store, key(1000), 33 * MIB)
-    found = [get(store, key(number)) for number in range(48)]  # some of those that were there may have gone since
-    assert sum(found) > 10
-    assert not any(found[number] for number in refused)
+    assert [get(store, key(number)) for number in range(48)] == there, "looking a key up keeps its value"
     store.delete([key(number) for number in range(48)])
 
 
-def test_a_client_that_is_killed_is_replaced(store: KVStore, key: Callable[[int], bytes]) -> None:
-    """Whether it idles or has a call, nobody sees it."""
+def test_a_client_that_is_killed_is_replaced(server: MooncakeServer, open_: Open, key: Callable[[int], bytes]) -> None:
+    """Whether it idles or has a call: nothing is raised, and its successor finds the value. On a busy machine the first
+    transfer may fail, which is a miss.
+    """
+    store = open_(server.url, operation_timeout_s="60")
     until(lambda: succeeds(put, store, key(0)))
     client_of(store).kill()
     client_of(store).wait()
-    assert get(store, key(0))
+    get(store, key(0))
+    until(lambda: get(store, key(0)))
     client_of(store).send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(get, store, key(0))
         client_of(store).kill()
-        assert reading.result(_WAIT_S)
+        reading.result()
+    until(lambda: get(store, key(0)))
 
 
 def test_a_client_that_dies_as_it_is_given_a_connection_is_replaced(
-    store: KVStore, key: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
+    server: MooncakeServer, open_: Open, key: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sockets are closed before it can be waited for."""
+    store = open_(server.url, operation_timeout_s="60")
     until(lambda: succeeds(put, store, key(0)))
     first = client_of(store)
     first.kill()
     first.wait()
     monkeypatch.setattr(first, "poll", lambda: None)
-    assert get(store, key(0))
+    store.contains([key(0)])
+    assert client_of(store) is not first
+
+
+def test_a_client_that_dies_with_a_connection_in_its_queue_is_replaced(
+    server: MooncakeServer, open_: Open, key: Callable[[int], bytes]
+) -> None:
+    store = open_(server.url, operation_timeout_s="60")
+    assert isinstance(store, MooncakeStore)
+    until(lambda: succeeds(put, store, key(0)))
+    first, control = client_of(store), store._host._control
+    store._pool._drop_idle()
+    store._host._control, queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ThreadPoolExecutor(1) as pool, closing(control), queue:
+        pool.submit(lambda: (select.select([queue], [], []), queue.close()))
+        store.contains([key(0)])
     assert client_of(store) is not first
 
 

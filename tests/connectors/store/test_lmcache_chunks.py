@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from recall import make_question
 from store_servers import LMCacheServer, StoreServer
 
 from pdkv import LLM, SamplingParams
+from pdkv.connectors.base import RequestView
 from pdkv.connectors.store.lmcache import ChunkCodec, LMCacheOptions
-from pdkv.connectors.store.lmcache_keys import ChunkKeys, HashName
+from pdkv.connectors.store.lmcache_keys import MAX_CHUNKS_PER_STEP, ChunkKeys, HashName
 from pdkv.errors import ConfigError
 from pdkv.kv_store.codecs.base import PartShape
 from pdkv.kv_store.lmcache_chunks import ChunkForm, LMCacheChunks
@@ -39,7 +41,7 @@ def server() -> Iterator[StoreServer]:
 
 
 def make_llm(server: StoreServer, **options: str) -> LLM:
-    config = {"url": server.url, "model_name": "the-model"} | options
+    config = {"url": server.url, "model_name": "the-model", "hash": "builtin"} | options
     return LLM(connector="lmcache", connector_config=config, kv_cache_memory=32 << 20, threads=1)
 
 
@@ -79,6 +81,35 @@ def test_chunks_are_called_as_lmcache_beside_vllm_calls_them(hash_name: HashName
     assert [bool(key) for key in keys] == [number % 16 == 15 for number in range(32)]
 
 
+@pytest.mark.parametrize("hash_name", typing.get_args(HashName))
+def test_a_step_hashes_no_more_chunks_than_it_may_wait_for(hash_name: HashName) -> None:
+    """A long prompt's keys take several steps, and two prompts share what a step has."""
+    tokens = TOKENS * 100
+    num_chunks = len(tokens) // 256
+    hashing, whole = ChunkKeys(256, hash_name, "0"), ChunkKeys(256, hash_name, "0").of_tokens(tokens)
+    long, other = make_view("long", tokens), make_view("other", TOKENS)
+    assert not hashing.are_ready(long)
+    assert not hashing.are_ready(other), "nothing is left of the step"
+    num_steps = 1
+    while not hashing.are_ready(long):
+        hashing.begin_step()
+        num_steps += 1
+    assert num_steps == -(-num_chunks // MAX_CHUNKS_PER_STEP)
+    assert hashing.of(long) == whole
+    assert [key.decode() for key in hashing.of(other) if key] == KEYS[hash_name, "0"]
+    assert hashing.are_ready(other)
+
+
+def make_view(name: str, tokens: list[int]) -> RequestView:
+    return RequestView(name, 0, name, "local", len(tokens), len(tokens) - 1, [], prompt_token_ids=tokens)
+
+
+def test_the_hash_is_named() -> None:
+    """There is no default: which one it is decides who can make prompts that meet."""
+    with pytest.raises(ConfigError, match="hash"):
+        LMCacheOptions.parse(OptionTexts({"url": "lmcache://localhost:1", "model_name": "m"}, "lmcache"))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_body_is_kv_2ltd(dtype: str) -> None:
     shape = PartShape(num_units=4, num_layers=3, num_heads=2, head_size=8, dtype=dtype)
@@ -105,7 +136,7 @@ def test_a_body_is_kv_2ltd(dtype: str) -> None:
 )
 def test_what_no_chunk_can_have_is_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LMCacheOptions.parse(OptionTexts({"model_name": "m"} | options, "lmcache")).open_store()
+        LMCacheOptions.parse(OptionTexts({"model_name": "m", "hash": "builtin"} | options, "lmcache")).open_store()
 
 
 def test_a_chunk_of_another_form_is_a_miss_and_stays(server: StoreServer) -> None:
