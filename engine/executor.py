@@ -55,9 +55,10 @@ class Executor(ABC):
         """Run one step on all ranks and return their common output. Blocks; raises what a rank raised."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Give a step to the devices of all ranks; where they compute behind their hosts it has not ended then.
+        """Give a step to the engine's device. Where that computes behind its host, the step has not ended then.
 
-        One step launched before may be unfinished, and no more. Raises what a rank raised.
+        One step launched before may be unfinished, and no more. Where an executor has no `launch` of its own, as that
+        of several ranks, the step has ended. May block: see docs/engine-loop.md. Raises what a rank raised.
         """
         return DoneStep(self.execute(plan))
 

@@ -1,4 +1,4 @@
-"""The copies of `kv_copy` in Triton: plain moves of contiguous runs, and of FP8 as what it stands for."""
+"""The copies of `kv_copy` in Triton: moves of contiguous runs, which may be converted to FP8 or from it on the way."""
 
 import torch
 import triton

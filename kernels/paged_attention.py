@@ -15,7 +15,6 @@ def paged_attention(
     scale: float,
     *,
     window: int | None = None,
-    max_seq_len: int | None = None,
     kv_scales: Scales = NO_SCALES,
 ) -> torch.Tensor:
     """Attend from the last tokens of each sequence to its tokens up to each one's own position.
@@ -25,13 +24,13 @@ def paged_attention(
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), K and V of every token of the
             sequences, this step's included; of q's dtype, or in FP8.
         layer: which layer of the pool.
-        block_tables: (R, max_blocks) int32; entries behind a sequence's last block are not read.
+        block_tables: (R, max_blocks) int32; entries behind a sequence's last block are not read. The launch depends on
+            how many they are and on the other shapes, never on what is in device memory, so a graph that holds it
+            stays right.
         seq_lens: (R,) int32, tokens of each sequence, this step's included.
         cu_seqlens_q: (R + 1,) int32, sequence i's queries are [cu_seqlens_q[i], cu_seqlens_q[i + 1]); may be empty.
         scale: factor of the logits.
         window: how many tokens each query sees, its own included; None: all up to its own.
-        max_seq_len: none of `seq_lens` is larger; None: what the block tables have room for. The launch depends on it
-            and on the shapes alone, never on what is in device memory, so a graph that holds it stays right.
         kv_scales: what 1.0 in an FP8 pool stands for, in K and in V.
 
     Returns:
@@ -39,20 +38,16 @@ def paged_attention(
         K and V reaches the queries that may see it, and no others.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or a window that hides even a query's own token, or a
-            `max_seq_len` for which the block tables have no room.
+        ValueError: shapes, dtypes or devices that do not fit, or a window that hides even a query's own token.
     """
     _check(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
-    room = block_tables.shape[1] * kv_pool.shape[4]
-    if max_seq_len is not None and not 1 <= max_seq_len <= room:
-        raise ValueError(f"max_seq_len must be in [1, {room}], the block tables' room, got {max_seq_len}")
     tensors = q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q
     if q.is_cuda:
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(*tensors, scale, window=window, max_seq_len=max_seq_len, kv_scales=kv_scales)
+        return paged_attention_triton(*tensors, scale, window=window, kv_scales=kv_scales)
     return paged_attention_reference(*tensors, scale, window=window, kv_scales=kv_scales)
 
 

@@ -243,6 +243,24 @@ class _Parts(NamedTuple):
         return cls(-(-max_tokens // tokens), tokens)
 
 
+class _Results(NamedTuple):
+    """What the attention kernel writes. Without parts it is the output, and the other two are empty."""
+
+    out: torch.Tensor  # (tokens, parts, heads, head size), with parts in float32 and not divided by the totals yet
+    bests: torch.Tensor  # (tokens, parts, heads) float32: each row's largest logit
+    totals: torch.Tensor  # (tokens, parts, heads) float32: the sum of its weights
+
+    @classmethod
+    def of(cls, out: torch.Tensor, num_parts: int) -> "_Results":
+        """Memory for them; `out` (tokens, heads, head size) is the output of all parts together."""
+        num_tokens, num_heads, head_size = out.shape
+        in_parts = num_parts > 1
+        shape = num_tokens, num_parts, num_heads
+        partial = out.new_empty((*shape, head_size), dtype=torch.float32) if in_parts else out.unsqueeze(1)
+        # Each by itself: a place within other memory might not be aligned, which would compile other kernels.
+        return cls(partial, *(out.new_empty(shape if in_parts else 0, dtype=torch.float32) for _ in range(2)))
+
+
 def paged_attention_triton(
     q: torch.Tensor,
     kv_pool: torch.Tensor,
@@ -253,78 +271,96 @@ def paged_attention_triton(
     scale: float,
     *,
     window: int | None = None,
-    max_seq_len: int | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
-    num_tokens, num_heads, head_size = q.shape
-    num_kv_heads, block_size = kv_pool.shape[3:5]
-    num_seqs = seq_lens.shape[0]
     if q.stride(2) != 1 or kv_pool.stride(5) != 1 or block_tables.stride(1) != 1:
         raise ValueError("the innermost dimension of q, kv_pool and block_tables must be contiguous")
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    if num_tokens == 0 or num_seqs == 0:
+    if q.shape[0] == 0 or seq_lens.shape[0] == 0:
         return out
+    parts = _Parts.of(q.numel(), max(block_tables.shape[1] * kv_pool.shape[4], 1))
+    results = _Results.of(out, parts.num)
+    index = block_tables, seq_lens, cu_seqlens_q
+    _launch_attention(results, q, kv_pool, layer, *index, scale * kv_scales[0], kv_scales[1], window, parts)
+    if parts.num > 1:
+        _launch_combine(out, results, seq_lens, cu_seqlens_q, window, parts)
+    return out
+
+
+def _launch_attention(
+    results: _Results,
+    q: torch.Tensor,
+    kv_pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    scale: float,
+    v_scale: float,
+    window: int | None,
+    parts: _Parts,
+) -> None:
+    num_tokens, num_heads, head_size = q.shape
+    (num_seqs,), (num_kv_heads, block_size) = seq_lens.shape, kv_pool.shape[3:5]
     group_size = num_heads // num_kv_heads
     tiles = _Tiles.of(q, num_seqs, group_size)
     # Upper bounds that need no look at the lengths: programs behind a sequence's last tile, or KV, return at once.
-    num_tiles = num_tokens // tiles.queries + num_seqs
-    parts = _Parts.of(q.numel(), max_seq_len or max(block_tables.shape[1] * block_size, 1))
-    in_parts = parts.num > 1
-    shape = (num_tokens, parts.num, num_heads)
-    partial = q.new_empty((*shape, head_size), dtype=torch.float32) if in_parts else out.unsqueeze(1)
-    bests, totals = (q.new_empty(shape if in_parts else 0, dtype=torch.float32) for _ in range(2))
-    padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size))
-    _paged_attention_kernel[(num_tiles, num_kv_heads, parts.num)](
-        partial,
-        bests,
-        totals,
+    _paged_attention_kernel[(num_tokens // tiles.queries + num_seqs, num_kv_heads, parts.num)](
+        *results,
         q,
         kv_pool[0, layer, 0],
         kv_pool[0, layer, 1],
         block_tables,
         seq_lens,
         cu_seqlens_q,
-        scale * kv_scales[0],
-        kv_scales[1],
+        scale,
+        v_scale,
         num_seqs,
         window or 0,
-        q.stride(0),
-        q.stride(1),
-        *partial.stride()[:3],
+        *q.stride()[:2],
+        *results.out.stride()[:3],
         kv_pool.stride(0),
-        kv_pool.stride(3),
-        kv_pool.stride(4),
+        *kv_pool.stride()[3:5],
         block_tables.stride(0),
         parts.tokens,
         BLOCK_SIZE=block_size,
-        HEAD_SIZE=head_size,
-        HEAD_SIZE_PADDED=padded,
         GROUP_SIZE=group_size,
         TILE_QUERIES=tiles.queries,
         TILE_ROWS=tiles.rows,
         TILE_KV=64 if head_size <= 128 else 32,
-        HAS_WINDOW=window is not None,
-        IN_PARTS=in_parts,
+        IN_PARTS=parts.num > 1,
         num_warps=tiles.num_warps,
+        **_sizes(head_size, window),
         **LAUNCH_OPTIONS,
     )
-    if in_parts:
-        _combine_kernel[(num_tokens, num_heads)](
-            out,
-            partial,
-            bests,
-            totals,
-            seq_lens,
-            cu_seqlens_q,
-            num_seqs,
-            window or 0,
-            parts.num,
-            parts.tokens,
-            HEAD_SIZE=head_size,
-            HEAD_SIZE_PADDED=padded,
-            HAS_WINDOW=window is not None,
-            num_warps=1,
-            **LAUNCH_OPTIONS,
-        )
-    return out
+
+
+def _launch_combine(
+    out: torch.Tensor,
+    results: _Results,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    window: int | None,
+    parts: _Parts,
+) -> None:
+    num_tokens, num_heads, head_size = out.shape
+    _combine_kernel[(num_tokens, num_heads)](
+        out,
+        *results,
+        seq_lens,
+        cu_seqlens_q,
+        seq_lens.shape[0],
+        window or 0,
+        parts.num,
+        parts.tokens,
+        num_warps=1,
+        **_sizes(head_size, window),
+        **LAUNCH_OPTIONS,
+    )
+
+
+def _sizes(head_size: int, window: int | None) -> dict[str, int | bool]:
+    """What both kernels are compiled for."""
+    padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size))
+    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": padded, "HAS_WINDOW": window is not None}

@@ -134,10 +134,10 @@ def _heads_kernel(
             rest_mask = is_head[:, None] & (behind[None, :] < HEAD_SIZE)
             rest = tl.load(first + behind[None, :], mask=rest_mask, other=0.0).to(tl.float32)
             squares += tl.sum(rest * rest, axis=1)
-            factor = tl.rsqrt(squares / HEAD_SIZE + epsilon)
+        factor = tl.rsqrt(squares / HEAD_SIZE + epsilon)
+        if REST_PADDED:
             rest = _weighed(rest, factor, q_weight, k_weight, behind, behind < HEAD_SIZE, is_query)
             tl.store(first + behind[None, :], rest.to(dtype), mask=rest_mask)
-        factor = tl.rsqrt(squares / HEAD_SIZE + epsilon)
         x = _weighed(x, factor, q_weight, k_weight, dims, dims < HALF, is_query).to(dtype).to(tl.float32)
         y = _weighed(y, factor, q_weight, k_weight, HALF + dims, dims < HALF, is_query).to(dtype).to(tl.float32)
     place = tl.load(positions + token) * (2 * HALF) + dims

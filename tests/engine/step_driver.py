@@ -24,11 +24,11 @@ class StepDriver:
     def __init__(
         self, model_dir: Path, *, num_blocks: int = 400, block_size: int = 16, max_num_seqs: int = 64,
         worker: WorkerConnector | None = None, linears: Literal["auto", "torch"] = "auto",
-        device: torch.device | None = None, **options: Any,
+        **options: Any,
     ) -> None:  # fmt: skip
         """`options` of the runner."""
         config = load_model_config(model_dir)
-        dtype, device = getattr(torch, config.dtype), device or torch.device("cpu")
+        dtype, device = getattr(torch, config.dtype), torch.device("cpu")
         self.model = load_decoder(model_dir, config, dtype=dtype, device=device, max_model_len=MAX_LEN, linears=linears)
         layout = make_layout(config, block_size=block_size, dtype=config.dtype, grouped=False)
         self.pool = allocate_pool(layout, num_blocks, device)

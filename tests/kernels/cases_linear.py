@@ -1,11 +1,10 @@
 """Linear layers of quantized weights against their references; run by test_triton.py, in a process of its own."""
 
 import math
-import os
 
 import pytest
 import torch
-from interpreted_floats import compute_as_gpus_do
+from kernel_inputs import randn
 
 from pdkv.kernels import linear_int4_triton as module
 from pdkv.kernels.int4_weight import CHUNK, Int4Weight, fits, pack_int4, unpack_int4_reference
@@ -14,9 +13,6 @@ from pdkv.kernels.linear_int4 import linear_int4
 from pdkv.kernels.linear_int4_triton import linear_int4_triton, unpack_int4_triton
 from pdkv.kernels.quantize_fp8 import MIN_SCALE, quantize_rows_reference
 from pdkv.kernels.quantize_fp8_triton import quantize_rows_triton
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    compute_as_gpus_do()
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Of a number, what rounding may take from it or add to it; torch.float32 is also what products are added up in."""
@@ -42,10 +38,6 @@ def weight_of(name: str, device: torch.device, scales: torch.dtype = torch.float
     scale = (torch.rand(groups, outputs, generator=generator) * 0.02 + 0.005).to(scales)
     numbers, zeros, scale = (each.to(device) for each in (numbers, zeros, scale))
     return pack_int4(numbers, scale, zeros if has_zeros else None, group_size)
-
-
-def randn(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
 
 
 def check(

@@ -4,20 +4,14 @@ What is computed in float32 and rounded once to a format of p bits differs from 
 bits, and by what float32 lost before: some units of 24 bits.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreted_floats import compute_as_gpus_do
 
 from pdkv.kernels.passes_triton import pass_heads_triton, rms_norm_triton, silu_mul_triton
 from pdkv.models.heads import TorchRotation, TritonRotation
 from pdkv.models.passes import RMSNorm
 from pdkv.models.rope import RopeTable
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    compute_as_gpus_do()
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 HALF_UNITS = {F32: 2.0**-24, BF16: 2.0**-8, F16: 2.0**-11}

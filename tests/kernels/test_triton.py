@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
-@pytest.mark.parametrize("cases", ["cases_triton.py", "cases_draw.py", "cases_linear.py", "cases_passes.py"])
+@pytest.mark.parametrize("cases", sorted(path.name for path in HERE.glob("cases_*.py")))
 @pytest.mark.parametrize("where", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_kernels_equal_their_references(where: str, cases: str) -> None:
     if where == "cuda" and not torch.cuda.is_available():

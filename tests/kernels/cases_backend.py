@@ -1,0 +1,154 @@
+"""The attention of devices over Triton, beside attention written out, float64 and transformers; run by test_triton.py,
+in a process of their own.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from attention_case import MIXES, Case, Shape, layers_of
+from kernel_inputs import attention_inputs, randn
+from oracle import oracle
+from serving_checks import serve_directory
+from small_models import FEATURES
+
+from pdkv import LLM, SamplingParams
+from pdkv.engine.attention import cuda as attention_cuda
+from pdkv.engine.attention import select
+from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.kernels.kv_copy import (
+    FP8,
+    write_kv_reference,
+)
+from pdkv.kernels.kv_copy_triton import write_kv_triton
+from pdkv.kernels.paged_attention import paged_attention_reference
+from pdkv.kernels.paged_attention_triton import paged_attention_triton
+from pdkv.models import heads, loader, passes
+
+
+@pytest.fixture
+def in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA backend launches the Triton kernels here, too, where its own choice would be the references."""
+    if device.type == "cpu":
+        monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
+        monkeypatch.setattr(attention_cuda, "write_kv", write_kv_triton)
+
+
+@pytest.mark.usefixtures("in_triton")
+@pytest.mark.parametrize("mix", [*MIXES[:2], [(0, 40), (37, 1), (0, 3), (30, 20), (15, 1)], MIXES[5][:9]], ids=len)
+@pytest.mark.parametrize("shape", [Shape(), Shape(4, 4, 80, 48)], ids=str)
+def test_the_backend_equals_attention_written_out(
+    mix: list[tuple[int, int]], shape: Shape, device: torch.device
+) -> None:
+    case = Case(mix, shape=shape).to(device)
+    windows = [None, 20]
+    expected = [case.expected(layer, windows[layer]) for layer in range(shape.layers)]
+    backend = CudaAttention(case.pool, shape.heads, layers_of(windows))
+    for layer in range(shape.layers):
+        torch.testing.assert_close(case.run(backend, layer).double(), expected[layer], rtol=1e-5, atol=1e-5)
+    some = case.run(backend, shape.layers - 1, last_only=True)
+    torch.testing.assert_close(some.double(), expected[-1][case.last_rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on what the neighbour computes
+@pytest.mark.usefixtures("in_triton")
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, torch.finfo(torch.float32).max])
+def test_the_backend_reads_only_what_a_request_owns(poison: float, device: torch.device) -> None:
+    """Poison in tails, in nobody's blocks and in a neighbour: the others get what they get beside nothing odd."""
+    mix = [(0, 20), (37, 1), (0, 3), (40, 10), (15, 1)]
+    clean, poisoned = Case(mix).to(device), Case(mix).to(device)
+    poisoned.fill_foreign(poison)
+    poisoned.poison(3, poison)
+    others = torch.ones(len(clean.qkv), dtype=torch.bool)
+    others[clean.rows(3)] = False
+    results = [
+        case.run(CudaAttention(case.pool, case.shape.heads, case.layers), 0)[others] for case in (clean, poisoned)
+    ]
+    assert torch.equal(*results)
+
+
+@pytest.mark.usefixtures("in_triton")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_an_engine_over_the_kernels_says_what_transformers_says(
+    family: str,
+    device: torch.device,
+    hf_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts in chunks beside decodes, one of them found in the cache in part; windows, and queries and keys that are
+    normed, for qwen3.
+    """
+    monkeypatch.setattr(select, "on_device", lambda _: True)
+    monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
+    for module in (heads, passes):
+        monkeypatch.setattr(module, "by_triton", lambda _: True)
+    directory = hf_model(family, initializer_range=0.2, **FEATURES.get(family, {}))
+    prompts = [list(range(3, 3 + length)) for length in (5, 21, 37)]
+    prompts.append([*prompts[-1], 7, 9])
+    expected = [oracle(directory).generate(prompt, 6) for prompt in prompts]
+    monkeypatch.setattr(passes.F, "rms_norm", lambda *_: pytest.fail("a norm by torch"))
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    options = {"kv_cache_memory": 4 << 20, "max_num_batched_tokens": 24, "max_num_seqs": 4, "dtype": "float32"}
+    with LLM(serve_directory(directory, tmp_path), device=device.type, threads=1, **options) as llm:
+        outputs = llm.generate(prompts[:3], params, progress=False) + llm.generate(prompts[3:], params, progress=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert outputs[-1].num_cached_tokens > 0
+
+
+STEP = [(35, 65), (1, 130), (0, 9), (1, 16), (3, 100), (20, 20), (1, 1)]
+"""(Queries, tokens): prompts with and without cached context, decodes, and a sequence that waits."""
+
+
+@pytest.mark.parametrize(
+    ("stored", "heads", "head_size", "block_size", "window"),
+    [
+        (torch.bfloat16, (4, 4), 64, 16, None),
+        (torch.bfloat16, (8, 2), 128, 32, 40),
+        (FP8, (4, 1), 64, 48, None),
+        (FP8, (8, 2), 128, 16, 40),
+    ],
+    ids=str,
+)
+def test_a_step_in_bfloat16_errs_by_its_roundings_alone(
+    stored: torch.dtype,
+    heads: tuple[int, int],
+    head_size: int,
+    block_size: int,
+    window: int | None,
+    device: torch.device,
+) -> None:
+    """K and V are written, then attended to, beside float64.
+
+    FP8 keeps 3 bits behind the first: 2**-4 of a number, half of 2**-9 of what is subnormal, both times the scale.
+    Attention rounds the weights and the result to bfloat16, 2**-8 of each; 2**-16 is left to sums in float32.
+    """
+    scales = (0.02, 0.5) if stored == FP8 else (1.0, 1.0)
+    q, blank, tables, *lengths = (t.to(device) for t in attention_inputs(STEP, heads, head_size, block_size, 3))
+    pool = torch.zeros_like(blank).to(stored)
+    size = int(lengths[0].sum())
+    keys, values = randn(2, size + 2, heads[1], head_size, dtype=torch.bfloat16, device=device)
+    slots = [
+        int(row[p // block_size]) * block_size + p % block_size
+        for row, n in zip(tables, lengths[0].tolist(), strict=True)
+        for p in range(n)
+    ]
+    slot_mapping = torch.tensor([*slots, -1, -1], device=device)
+    write_kv_triton(pool, 1, keys, values, slot_mapping, scales)
+    written = pool.double() * torch.tensor(scales, device=device)[:, None, None, None]
+    whole = torch.zeros_like(blank).double()
+    write_kv_reference(whole, 1, keys.double(), values.double(), slot_mapping)
+    rounding, least = (2**-4, 2**-10) if stored == FP8 else (0.0, 0.0)
+    least_of_sides = least * torch.tensor(scales, device=device)[:, None, None, None]
+    assert ((written - whole).abs() <= rounding * whole.abs() + least_of_sides * (whole != 0)).all()
+
+    q = q.bfloat16()
+    index = (1, tables, *lengths, head_size**-0.5)
+    result = paged_attention_triton(q, pool, *index, window=window, kv_scales=scales).double()
+    expected = paged_attention_reference(q.double(), written, *index, window=window)
+    written[:, 1, 1] = written[:, 1, 1].abs()
+    size_of_terms = paged_attention_reference(q.double(), written, *index, window=window)
+    assert ((result - expected).abs() <= (2**-8 + 2**-16) * (size_of_terms + expected.abs())).all()
+    assert not result[len(q) - 3 :].any()
