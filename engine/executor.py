@@ -182,6 +182,7 @@ class InProcessExecutor(ModelExecutor):
         hit_tokens: int = 0,
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
+        start_timeout_s: float | None = None,
     ) -> None:
         """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
 
@@ -190,6 +191,8 @@ class InProcessExecutor(ModelExecutor):
             grouped: as in `make_layout`.
             hit_tokens: as in `kept_from`.
             proposer, processors: as in `ModelRunner`.
+            start_timeout_s: of several ranks: how long one waits for another, also on its device, until steps can run;
+                each loads and compiles at its own pace.
 
         Raises:
             ModelError: the weights are missing, broken, or changed while they were read.
@@ -202,6 +205,7 @@ class InProcessExecutor(ModelExecutor):
         self._hit_tokens = hit_tokens
         self._proposer = proposer
         self._processors = processors
+        self._start_timeout_s = config.rank_timeout_s if start_timeout_s is None else start_timeout_s
         self._runner: ModelRunner | None = None
         self._worker: WorkerConnector | None = None
         self.device = resolve_device(config, shard)
@@ -242,6 +246,7 @@ class InProcessExecutor(ModelExecutor):
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             num_graphs=0 if self._recorder is None else len(self._decode_sizes),
+            timeout_s=self._start_timeout_s,
         )
 
     def _size_pool(self, size_bytes: int) -> None:
@@ -270,13 +275,14 @@ class InProcessExecutor(ModelExecutor):
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             recorder=self._recorder,
-            timeout_s=config.rank_timeout_s,
+            timeout_s=self._start_timeout_s,
         )
         self._runner.warm_up(0 if self.device.type == "cpu" else self._max_num_batched_tokens)
         if self.device.type == "cpu":
             rows_each = 1 if self._proposer is None else 1 + self._proposer.num_tokens
             take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, config.max_num_seqs * rows_each))
-        self._parallel.set_timeout(config.rank_timeout_s)  # until here ranks start, each at its own pace
+        self._runner.set_timeout(config.rank_timeout_s)
+        self._parallel.set_timeout(config.rank_timeout_s)
         return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]
 
     def execute(self, plan: StepPlan) -> StepOutput:

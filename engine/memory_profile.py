@@ -32,6 +32,7 @@ def profiled_bytes(
     attention_backend: AttentionName,
     decode_sizes: Sequence[int],
     num_graphs: int,
+    timeout_s: float,
 ) -> int:
     """Bytes that an engine leaves of a share of a GPU: run all that it runs before it is ready over a pool of one
     block, the largest step with it, and see what it took at its peak.
@@ -42,6 +43,7 @@ def profiled_bytes(
         max_num_seqs: requests of a step, which all draw, with every option.
         attention_backend, decode_sizes: as in `ModelRunner`.
         num_graphs: how many steps will be captured.
+        timeout_s: how long the device may take for a step; it waits for ranks that load their weights longer.
 
     Raises:
         ConfigError: nothing is left, or other processes have taken what the share promises.
@@ -56,6 +58,7 @@ def profiled_bytes(
         max_model_len=max_model_len,
         attention_backend=attention_backend,
         decode_sizes=decode_sizes,
+        timeout_s=timeout_s,
     )
     runner.warm_up(max_num_tokens)
     torch.cuda.synchronize(device)

@@ -124,6 +124,10 @@ class DeviceQueue:
         results = self._readback.begin([tokens, *(() if logprobs is None else logprobs.tensors)])
         return Draws(requests, rows, logprobs, results)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long the device may take for what is queued from now on."""
+        self._readback.set_timeout(timeout_s)
+
     def read_now(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
         """In the midst of a step: wait for what it has been given so far. Raises RankTimeout."""
         return self._readback.read(tensors)

@@ -90,6 +90,10 @@ class Readback:
         self._slab_within = _Slab(streams)
         self._timeout_s = timeout_s
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """For what begins from now on."""
+        self._timeout_s = timeout_s
+
     def begin(self, tensors: Sequence[torch.Tensor]) -> Results:
         """Queue copies of tensors on the device, behind all that the current stream was given."""
         slab = self._slabs[0]

@@ -79,7 +79,7 @@ class ModelRunner:
         `attention_backend`: as in `make_backend`, which raises ConfigError.
         `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
         `recorder`: captures them when the runner warms up.
-        `timeout_s`: how long the device may take for a step.
+        `timeout_s`: how long the device may take for a step, until `set_timeout`.
         """
         self._check_finite = check_finite
         self._reports = reports
@@ -106,6 +106,11 @@ class ModelRunner:
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors, self._read)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
         self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long the device may take for each later step."""
+        if self._queue is not None:
+            self._queue.set_timeout(timeout_s)
 
     def warm_up(self, max_num_tokens: int = 0) -> None:
         """Run steps in blocks that nobody uses yet, and capture those that can be.

@@ -178,7 +178,7 @@ def run_rank(
     try:
         plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
         with plan.open_model() as source:
-            executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, _join(config, place)))
+            executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, place))
         executor.num_blocks = first.wait_to_attach(executor.num_blocks, identity)
         on_progress(f"allocating {executor.num_blocks} KV blocks")
         _check_pool_memory(config, executor)
@@ -247,10 +247,10 @@ def _load(
 def _make_executor(plan: _Plan, source: ModelSource, place: RankPlace | None) -> ModelExecutor:
     """The engine's only rank, or its first one with the others."""
     if place is None or plan.config.tp == 1:
-        return _load_rank(plan, source, ALONE)
+        return _load_rank(plan, source, None)
     others = OtherRanks(place.sockets, wake_fd=place.wake_fd, start_timeout_s=place.start_timeout_s)
     try:
-        local = _load_rank(plan, source, _join(plan.config, place))
+        local = _load_rank(plan, source, place)
         return MultiProcessExecutor(local, others, timeout_s=plan.config.rank_timeout_s)
     except RankError as error:
         raise others.why(error) from None
@@ -270,17 +270,19 @@ def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
     return over_symmetric_memory(ranks, device, symmetric, place.start_timeout_s)
 
 
-def _load_rank(plan: _Plan, source: ModelSource, parallel: TensorParallel) -> InProcessExecutor:
+def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None) -> InProcessExecutor:
+    """`place`: None for the engine's only rank."""
     return InProcessExecutor(
         plan.model,
         plan.config,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
-        parallel=parallel,
+        parallel=ALONE if place is None else _join(plan.config, place),
         weights=source.files,
         grouped=_knows_groups(plan.handoff),
         hit_tokens=_hit_tokens(plan),
         proposer=plan.proposer,
         processors=plan.processors,
+        start_timeout_s=None if place is None else place.start_timeout_s,
     )
 
 

@@ -74,6 +74,7 @@ def profile(model: Decoder, utilization: float, num_tokens: int, max_num_seqs: i
         attention_backend="auto",
         decode_sizes=(1, max_num_seqs),
         num_graphs=num_graphs,
+        timeout_s=30.0,
     )
 
 

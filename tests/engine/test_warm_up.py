@@ -5,10 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import make_hf_model
+from step_plans import new, share
+from twin_device import TwinDevice
 
 from pdkv.config import EngineConfig
 from pdkv.engine.executor import InProcessExecutor
+from pdkv.engine.plan import StepPlan
+from pdkv.engine.readback import Readback
 from pdkv.engine.warm_up import WarmUp
+from pdkv.kernels import streams
 from pdkv.kernels.int4_weight import CHUNK, PLANE, Int4Weight
 from pdkv.kernels.linear_int4_triton import _Tiles
 from pdkv.models.config import load_model_config
@@ -37,6 +42,25 @@ def test_every_kernel_of_a_4_bit_layer_is_compiled_before_an_engine_is_ready(
     steps = [sum(each.num_scheduled for each in plan.scheduled) for plan in limits.on_device(2048)]
     assert max(steps) <= 2048
     assert {kernel(rows) for rows in range(1, 256)} <= {kernel(rows) for rows in steps if 0 < rows < 256}
+
+
+def test_until_steps_can_run_a_rank_s_device_may_wait_as_long_as_a_start_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For ranks that still compile their kernels; then as long as ranks may keep each other waiting."""
+    timeouts = list[float]()
+    begin = Readback._queue
+    monkeypatch.setattr(Readback, "_queue", lambda self, *rest: timeouts.append(self._timeout_s) or begin(self, *rest))
+    monkeypatch.setattr(streams, "HOST", TwinDevice())
+    model = make_hf_model(tmp_path, "llama", "float32")
+    config = EngineConfig(model=model, device="cpu", threads=1, rank_timeout_s=9.0, kv_cache_memory=1 << 20)
+    executor = InProcessExecutor(load_model_config(model), config, max_num_batched_tokens=64, start_timeout_s=77.0)
+    executor.attach(None, None)
+    assert set(timeouts) == {77.0}
+    timeouts.clear()
+    executor.execute(StepPlan(0, [new("a", [3, 4], 0)], [share("a", 0, 2)], []))
+    assert timeouts == [9.0]
+    executor.shutdown()
 
 
 def test_on_a_cpu_no_decode_step_is_padded(tmp_path: Path) -> None:
