@@ -141,6 +141,8 @@ class BodyReader:
 
     def _check_pace(self) -> None:
         """Who keeps others waiting must come at the pace that its time-out allows on the average."""
+        if self._timeout.expired():
+            return  # in this turn of the loop: the reader is yet to hear of it
         loop = asyncio.get_running_loop()
         pace = self._limits.max_body_bytes / self._limits.body_timeout_s
         expected = pace * (loop.time() - self._exempt_since - _GRACE_S)

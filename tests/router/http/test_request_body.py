@@ -194,6 +194,43 @@ def test_who_keeps_others_waiting_and_does_not_send_is_408(monkeypatch: pytest.M
     run(main())
 
 
+def test_the_pace_may_be_looked_at_in_the_turn_in_which_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both timers are due at once where the event loop was held up."""
+    errors: list[dict[str, object]] = []
+    check = request_body.BodyReader._check_pace
+
+    def late(self: request_body.BodyReader) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        if self._budget.num_waiting:
+            self._timeout.reschedule(loop.time())
+            loop.call_soon(check, self)
+        else:
+            self._watch = loop.call_later(0.001, late, self)
+
+    monkeypatch.setattr(request_body, "_GRACE_S", 0.0)
+    monkeypatch.setattr(request_body.BodyReader, "_check_pace", late)
+
+    async def main() -> None:
+        bodies = budget()
+        full = Held()
+        await bodies.wait(full, FULL - 1)
+        app = make_app(FakeDispatcher(say(ids("ab"))), limits=LIMITS, bodies=bodies)
+        async with (
+            serving(app, LIMITS, bodies=bodies) as server,
+            connected(server.port) as slow,
+            connected(server.port) as other,
+        ):
+            await begin_exempt(server, bodies, slow)
+            await other.send(post(COMPLETIONS, PROMPT.ljust(LARGE)))
+            assert (await slow.reply()).status == 408
+            assert (await other.reply()).status == 200
+            bodies.give(full)
+        assert errors == []
+
+    run(main())
+
+
 def test_who_keeps_nobody_waiting_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "_GRACE_S", 0.0)
     checks = 0
