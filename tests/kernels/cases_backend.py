@@ -1,22 +1,14 @@
-"""The attention of devices over Triton, beside attention written out, float64 and transformers; run by test_triton.py,
+"""The attention of devices over Triton, beside attention written out and float64; run by test_triton.py,
 in a process of their own.
 """
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from attention_case import MIXES, Case, Shape, layers_of
 from kernel_inputs import attention_inputs, randn
-from oracle import oracle
-from serving_checks import serve_directory
-from small_models import FEATURES
 
-from pdkv import LLM, SamplingParams
-from pdkv.engine.attention import cuda as attention_cuda
-from pdkv.engine.attention import select
 from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.kernels.kv_copy import (
     FP8,
@@ -25,15 +17,6 @@ from pdkv.kernels.kv_copy import (
 from pdkv.kernels.kv_copy_triton import write_kv_triton
 from pdkv.kernels.paged_attention import paged_attention_reference
 from pdkv.kernels.paged_attention_triton import paged_attention_triton
-from pdkv.models import heads, loader, passes
-
-
-@pytest.fixture
-def in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA backend launches the Triton kernels here, too, where its own choice would be the references."""
-    if device.type == "cpu":
-        monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
-        monkeypatch.setattr(attention_cuda, "write_kv", write_kv_triton)
 
 
 @pytest.mark.usefixtures("in_triton")
@@ -67,35 +50,6 @@ def test_the_backend_reads_only_what_a_request_owns(poison: float, device: torch
         case.run(CudaAttention(case.pool, case.shape.heads, case.layers), 0)[others] for case in (clean, poisoned)
     ]
     assert torch.equal(*results)
-
-
-@pytest.mark.usefixtures("in_triton")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_an_engine_over_the_kernels_says_what_transformers_says(
-    family: str,
-    device: torch.device,
-    hf_model: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Prompts in chunks beside decodes, one of them found in the cache in part; windows, and queries and keys that are
-    normed, for qwen3.
-    """
-    monkeypatch.setattr(select, "on_device", lambda _: True)
-    monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
-    for module in (heads, passes):
-        monkeypatch.setattr(module, "by_triton", lambda _: True)
-    directory = hf_model(family, initializer_range=0.2, **FEATURES.get(family, {}))
-    prompts = [list(range(3, 3 + length)) for length in (5, 21, 37)]
-    prompts.append([*prompts[-1], 7, 9])
-    expected = [oracle(directory).generate(prompt, 6) for prompt in prompts]
-    monkeypatch.setattr(passes.F, "rms_norm", lambda *_: pytest.fail("a norm by torch"))
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    options = {"kv_cache_memory": 4 << 20, "max_num_batched_tokens": 24, "max_num_seqs": 4, "dtype": "float32"}
-    with LLM(serve_directory(directory, tmp_path), device=device.type, threads=1, **options) as llm:
-        outputs = llm.generate(prompts[:3], params, progress=False) + llm.generate(prompts[3:], params, progress=False)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert outputs[-1].num_cached_tokens > 0
 
 
 STEP = [(35, 65), (1, 130), (0, 9), (1, 16), (3, 100), (20, 20), (1, 1)]

@@ -26,3 +26,15 @@ def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
     if request.param == torch.float16 and device.type == "cpu":
         pytest.skip("the interpreter takes bfloat16 the same way")
     return request.param
+
+
+@pytest.fixture
+def in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA backend launches the Triton kernels here, too, where its own choice would be the references."""
+    if device.type == "cpu":
+        from pdkv.engine.attention import cuda as attention_cuda
+        from pdkv.kernels.kv_copy_triton import write_kv_triton
+        from pdkv.kernels.paged_attention_triton import paged_attention_triton
+
+        monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
+        monkeypatch.setattr(attention_cuda, "write_kv", write_kv_triton)
