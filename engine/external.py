@@ -36,6 +36,7 @@ from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request
 from pdkv.engine.swap import SwapRule
+from pdkv.errors import TransferCancelled
 from pdkv.secret_options import without_secrets
 from pdkv.wire.messages import (
     MAX_CONNECTOR_PARTS,
@@ -176,19 +177,25 @@ class ExternalKV:
 
     def match(self, request: Request, num_computed: int) -> MatchedTokens:
         """What can come from outside behind the local hit."""
-        if self.connector is None or request.load_failed or request.num_wanted <= num_computed:
+        if self.connector is None or request.num_wanted <= num_computed or not self._may_load(request):
             return NO_MATCH
-        if request.submit.params.prompt_logprobs is not None and request.kv != "await_peer":
-            return NO_MATCH  # their logits must be computed
         if request.transfer_key in self._quarantine:
             return NO_MATCH  # its earlier load has not let go yet
-        is_swapped = request.preempted and request.kv != "await_peer"
-        if is_swapped and not self._swap.looks:
-            return NO_MATCH
         matched = self.connector.get_num_new_matched_tokens(request.view(), num_computed)
-        if is_swapped and matched.num_tokens and not self._swap.prefers_load(matched.num_tokens):
+        is_swapped = request.preempted and request.kv != "await_peer"
+        if is_swapped and matched.num_tokens and not self._swap.prefers_load(request.key, matched.num_tokens):
             return NO_MATCH
         return matched
+
+    def _may_load(self, request: Request) -> bool:
+        """Whether anything of its KV may come from outside."""
+        if request.load_failed:
+            return False
+        if request.kv == "await_peer":
+            return True
+        if request.submit.params.prompt_logprobs is not None:
+            return False  # their logits must be computed
+        return not request.preempted or self._swap.looks
 
     def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:
         """What the connector observes of a step that computes so many tokens more of each request."""
@@ -326,7 +333,7 @@ class ExternalKV:
             preempted=news.preempted,
             finished=news.finished,
             aborted=news.aborted,
-            waiting_keys=[r.hash_keys for r in waiting] if self._shows_waiting_keys else [],
+            waiting_keys=[r.hash_keys for r in waiting if self._may_load(r)] if self._shows_waiting_keys else [],
             cancelled=[cancel.key for cancel in cancels if cancel.direction == "receive"],
         )
         meta = self.connector.build_connector_meta(view)
@@ -383,7 +390,7 @@ class ExternalKV:
                     self.num_unknown_results += 1
                 if load is not None:
                     settled.loads.append(EndedLoad(load, ok, outcome))
-                    if ok and load.request.kv != "await_peer":
+                    if load.request.kv != "await_peer" and outcome.code != TransferCancelled.code:
                         self._swap.loaded(load.stop - load.start, outcome.seconds)
         return settled
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from pdkv.config import Preemption
 from pdkv.cost_line import Line
+from pdkv.wire.messages import RequestKey
 
 TRY_AGAIN_AFTER = 32
-"""So many requests in a row were computed again; the next one is read, for what it takes now."""
+"""Requests that were computed again; the next one is read, for what it takes now."""
 
 
 class SwapRule:
@@ -27,7 +28,8 @@ class SwapRule:
         self._step_s = step_s
         self._step_tokens = step_tokens
         self._loads = Line()  # tokens
-        self._num_computed = 0  # in a row
+        self._computed: set[RequestKey] = set()  # since one was read
+        self._tried: RequestKey | None = None  # for what reading takes now
 
     @property
     def looks(self) -> bool:
@@ -35,19 +37,25 @@ class SwapRule:
         return self._policy != "recompute"
 
     def loaded(self, num_tokens: int, seconds: float) -> None:
-        """A load from a store went well."""
+        """A load from a store took so long; one that failed counts as well."""
         self._loads.add(num_tokens, seconds)
 
-    def prefers_load(self, num_tokens: int) -> bool:
-        """Whether so many tokens that are there are read."""
+    def prefers_load(self, key: RequestKey, num_tokens: int) -> bool:
+        """Whether so many tokens of this request, which are there, are read. May be asked again before it is done."""
         if self._policy == "swap" or not self._loads.known:
             return self.looks
         if not self.looks:
             return False
         at_rest, per_token = self._loads.fit()
         reads = at_rest + per_token * num_tokens < self._compute_s(num_tokens)
-        self._num_computed = 0 if reads or self._num_computed == TRY_AGAIN_AFTER else self._num_computed + 1
-        return not self._num_computed
+        if reads or key == self._tried:
+            return True
+        self._computed.add(key)
+        if len(self._computed) <= TRY_AGAIN_AFTER:
+            return False
+        self._tried = key
+        self._computed.clear()
+        return True
 
     def _compute_s(self, num_tokens: int) -> float:
         whole, rest = divmod(num_tokens, self._step_tokens)

@@ -2,12 +2,15 @@
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from pdkv.errors import StoreError
 from pdkv.kv_store.base import Item, KVStore, Sized
 from pdkv.kv_store.recent_keys import RecentKeys
 from pdkv.kv_store.tier import Tier, WritePolicy
+from pdkv.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +47,14 @@ class Backfill:
         self._put = put
         self._delete = delete
         self._tiers = {policy: [t for t in tiers if t.write == policy] for policy in ("second-use", "evicted")}
-        self._written = RecentKeys(WRITTEN_FOR_S)
+        self._written = RecentKeys(WRITTEN_FOR_S)  # of those that were used again
+        self._log_limit = LogLimit(60.0)
         self._changed = threading.Condition()  # its lock guards what follows
         self._used: OrderedDict[bytes, int] = OrderedDict()  # sizes of values that were used again
         self._looks = False  # the source has less room than before
-        self._copying: set[bytes] = set()
-        self._deleted: set[bytes] = set()  # of these, while they were being copied
+        self._cold_written: dict[bytes, float] = {}  # when; of those that go first now
+        self._is_busy = False
+        self._deleted: set[bytes] | None = set()  # while the thread was busy; None: all
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -71,14 +76,21 @@ class Backfill:
                 self._looks = True
                 self._wake()
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """These values are deleted: they are not to come again by a copy under way. Called before they are."""
+    def forget(self, keys: Sequence[bytes] | None) -> None:
+        """These values, or all, are deleted: they are not to come again by a copy under way. Called before they are."""
         with self._changed:
+            if keys is None:
+                self._used.clear()
+                self._cold_written.clear()
+                self._written.clear()
+                self._deleted = None
+                return
             for key in keys:
                 self._used.pop(key, None)
+                self._cold_written.pop(key, None)
                 self._written.discard(key)
-                if key in self._copying:
-                    self._deleted.add(key)
+            if self._is_busy and self._deleted is not None:
+                self._deleted.update(keys)
 
     def close(self) -> None:
         """End the thread, with the call of a tier that is under way. Idempotent."""
@@ -92,8 +104,9 @@ class Backfill:
 
     def _wake(self) -> None:
         if self._thread is None and not self._stopping:
-            self._thread = threading.Thread(target=self._serve, name="pdkv-backfill", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="pdkv-backfill", daemon=True)
+            thread.start()
+            self._thread = thread
         self._changed.notify_all()
 
     # --- the thread -------------------------------------------------------------------------------------------------
@@ -105,41 +118,43 @@ class Backfill:
                     self._changed.wait()
                 if self._stopping:
                     return
+                self._is_busy, self._deleted = True, set()
                 used = _take_batch(self._used)
                 looks, self._looks = self._looks, False
             try:
-                self._copy(used, "second-use")
+                for key in self._copy(used, "second-use"):
+                    self._written.add(key)
                 if looks:
                     self._copy_coldest()
             except Exception:  # the thread goes on with what comes next
                 logger.exception("KV store: values were not copied into a slower tier")
+            with self._changed:
+                self._is_busy = False
 
     def _copy_coldest(self) -> None:
         """What goes first and is not in the slower tiers yet; goes on as long as there is some, for it moves."""
-        window = self._source.count_held().capacity // COLD_SHARE
-        cold = OrderedDict(item for item in self._source.coldest(window) if item[0] not in self._written)
-        batch = _take_batch(cold)
-        self._copy(batch, "evicted")
-        if cold and all(key in self._written for key, _ in batch):
-            with self._changed:
-                self._looks = True
-
-    def _copy(self, batch: Sequence[Sized], policy: WritePolicy) -> None:
-        if not batch:
-            return
+        window = self._source.coldest(self._source.count_held().capacity // COLD_SHARE)
+        since = time.monotonic() - WRITTEN_FOR_S
         with self._changed:
-            self._copying = {key for key, _ in batch}
-            self._deleted = set()
+            written = self._cold_written
+            written = self._cold_written = {key: written[key] for key, _ in window if written.get(key, 0.0) > since}
+            cold = OrderedDict(item for item in window if item[0] not in written)
+        batch = _take_batch(cold)
+        copied = self._copy(batch, "evicted")
+        with self._changed:
+            self._cold_written.update(dict.fromkeys(copied, time.monotonic()))
+            self._looks |= bool(cold) and len(copied) == len(batch)
+
+    def _copy(self, batch: Sequence[Sized], policy: WritePolicy) -> list[bytes]:
+        """Returns what all tiers of the policy have now."""
         items = self._read(batch)
         are_put = [self._put(tier, items) for tier in self._tiers[policy]] if items else [False]
-        if all(are_put):
-            for key, _ in items:
-                self._written.add(key)
+        keys = [key for key, _ in items]
         with self._changed:
-            deleted = sorted(self._deleted)
-            self._copying = set()
-        if deleted:
-            self._take_back(deleted, policy)
+            deleted = {key for key in keys if self._deleted is None or key in self._deleted}
+        for tier in self._tiers[policy] if deleted else ():
+            self._delete(tier, sorted(deleted))
+        return [key for key in keys if key not in deleted] if all(are_put) else []
 
     def _read(self, batch: Sequence[Sized]) -> list[Item]:
         memory = memoryview(bytearray(sum(size for _, size in batch)))
@@ -148,15 +163,13 @@ class Backfill:
             buffers.append(memory[end : end + size])
             end += size
         keys = [key for key, _ in batch]
-        found = self._source.peek(keys, buffers)
+        try:
+            found = self._source.peek(keys, buffers)
+        except StoreError as error:
+            if self._log_limit.passes():
+                logger.warning("KV store: what should be copied into a slower tier cannot be read: %s", error)
+            return []
         return [item for item, is_found in zip(zip(keys, buffers, strict=True), found, strict=True) if is_found]
-
-    def _take_back(self, keys: Sequence[bytes], policy: WritePolicy) -> None:
-        """Delete again what was deleted while it was being written."""
-        for key in keys:
-            self._written.discard(key)
-        for tier in self._tiers[policy]:
-            self._delete(tier, keys)
 
 
 def _take_batch(queue: OrderedDict[bytes, int]) -> list[Sized]:

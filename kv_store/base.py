@@ -95,6 +95,12 @@ class KVStore(ABC):
     def delete(self, keys: Sequence[bytes]) -> None:
         """Remove keys, where they exist."""
 
+    def forget(self, keys: Sequence[bytes] | None) -> None:
+        """These values (None: all) will be discarded from its parts: no copy between parts shall bring one back.
+        Does not block.
+        """
+        return
+
     def discard(self, keys: Sequence[bytes] | None) -> int:
         """Remove the values that this process may remove, of these keys or (None) of all; returns how many it found.
 

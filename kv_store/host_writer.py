@@ -62,13 +62,14 @@ class SegmentWriter:
     def coldest(self, num_bytes: int) -> list[Sized]:
         """What goes if so many bytes more are put, first what goes first, without what a predecessor wrote."""
         found: list[Sized] = []
+        now = time.monotonic()
         with self._lock:
             num_missing = num_pages_for(num_bytes) - len(self._free_pages)
             others = (key for key in self._held if key not in self._expected)
             for key in chain(others, filter(self._held.__contains__, reversed(self._expected))):
                 if num_missing <= 0:
                     break
-                if key in self._pins:
+                if self._pins.get(key, 0.0) > now:
                     continue
                 held = self._held[key]
                 num_missing -= len(held.pages)
@@ -166,10 +167,10 @@ class SegmentWriter:
         with self._lock:
             self._expected.update(dict.fromkeys(keys))
 
-    def unexpect(self, keys: Iterable[Key]) -> None:
-        """They were read, or nobody will; those that are here are the most recently used ones now."""
+    def unexpect(self, keys: Sequence[Key]) -> None:
+        """They were read, or nobody will; those that are here have just been used, the first one last."""
         with self._lock:
-            for key in keys:
+            for key in reversed(keys):
                 self._expected.pop(key, None)
                 if (held := self._held.get(key)) is not None:
                     self._use(key, held)

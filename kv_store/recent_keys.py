@@ -30,6 +30,11 @@ class RecentKeys:
         if key in self:
             self._hashes[hash(key) % len(self._hashes)] = 0
 
+    def clear(self) -> None:
+        """Forget all."""
+        self._times = array("d", bytes(8 * len(self._times)))
+        self._hashes = array("q", bytes(8 * len(self._hashes)))
+
     def __contains__(self, key: bytes) -> bool:
         number = hash(key)
         slot = number % len(self._hashes)

@@ -83,9 +83,12 @@ class TieredStore(TellingStore):
         if items and not is_put:
             raise errors[0] if errors else StoreUnavailable("the tiers that others see failed a moment ago")
 
-    def delete(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Sequence[bytes] | None) -> None:
         if self._backfill is not None:
             self._backfill.forget(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self.forget(keys)
         errors: list[StoreError] = []
         awake = self._awake()
         for tier in awake:

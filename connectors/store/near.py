@@ -1,6 +1,7 @@
 """The worker side of looking ahead: values of waiting requests come near, and are spared there until nobody waits."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -59,7 +60,8 @@ class NearValues:
 
     def _submit_one(self, worker: TransferWorker, key: TransferKey, order: Ahead | Passed) -> None:
         """Every rank reports its end, also one that has nothing to do."""
-        worker.submit(key, "send", [Task(order, LANE, timeout_s=2 * MAX_AGE_S)] if self.looks_ahead else [])
+        timeout_s = math.inf if isinstance(order, Passed) else 2 * MAX_AGE_S  # what is not let go is spared for ever
+        worker.submit(key, "send", [Task(order, LANE, timeout_s=timeout_s)] if self.looks_ahead else [])
 
     def bring(self, job: Job, values: Sequence[Value]) -> int:
         """Nothing is loaded or saved: 0 bytes. A store that fails is no trouble of this job: a load will see."""

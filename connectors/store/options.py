@@ -29,7 +29,7 @@ class StoreConnectorOptions(Options):
     staging_bytes: int = option(4 << 20, "size of each thread's buffer; at least one value", ge=1, size=True)
     max_save_bytes: int = option(
         256 << 20,
-        "KV on its way to the store, at most a quarter of the pool; beyond it only hand-offs are saved",
+        "KV on its way to the store, at most a quarter of the pool; beyond it only hand-offs are saved at once",
         ge=1,
         size=True,
     )

@@ -15,8 +15,9 @@ import msgspec
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
 from pdkv.connectors.store.plan import StoreCut, Value
-from pdkv.errors import PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
+from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
+from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, TierAnswer
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,11 @@ class OrderBook:
 
 def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
     """All ranks' answers as one: values add up, all have the tokens that each has, any of them may have failed."""
-    by_rank = [_answers.decode(note) for note in notes]
+    try:
+        by_rank = [decode_total(_answers, note) for note in notes]
+    except MalformedMessage as error:
+        broken = TierAnswer(order.tier, code=error.code, problem=str(error)[:MAX_PROBLEM_CHARS])
+        return CacheAnswer(order.order_id, [broken])
     merged: dict[str, TierAnswer] = {}
     for answer in (tier for rank in by_rank for tier in rank.tiers):
         known = merged.get(answer.tier)
@@ -109,7 +114,7 @@ def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
             known.code or answer.code,
             known.problem or answer.problem,
         )  # fmt: skip
-    return CacheAnswer(order.order_id, list(merged.values()), by_rank[0].known)
+    return CacheAnswer(order.order_id, list(merged.values()), by_rank[0].known if by_rank else [])
 
 
 class TierOrders:
@@ -126,8 +131,10 @@ class TierOrders:
         named = [name for name in tiers if order.is_about(name)]
         if order.action == "prefetch" and not order.tier:
             del named[1:]
-        answers = [self._try(order, name, tiers[name], deadline) for name in named]
-        return CacheAnswer(order.order_id, answers, list(tiers))
+        if order.action == "clear":
+            named.reverse()  # so that no load in between brings a value back up from a tier that still has it
+        answers = {name: self._try(order, name, tiers[name], deadline) for name in named}
+        return CacheAnswer(order.order_id, [answers[name] for name in tiers if name in answers], list(tiers))
 
     def refuse(self, order: CacheOrder, error: PdkvError) -> CacheAnswer:
         """What is said where nothing was done."""
@@ -150,12 +157,12 @@ class TierOrders:
         if order.keys is None:
             if order.action not in ("clear", "unpin"):
                 raise StoreUnable(f"{order.action} is about the keys of a prompt, and none were given")
-            return 0, tier.discard(None) if order.action == "clear" else tier.unpin(None)
+            return 0, self._clear(tier, None) if order.action == "clear" else tier.unpin(None)
         values = values_of(self._cut, order.keys)
         own = self._own_keys(values)
         match order.action:
             case "clear":
-                return 0, tier.discard(own)
+                return 0, self._clear(tier, own)
             case "unpin":
                 return 0, tier.unpin(own)
             case "pin":
@@ -166,6 +173,10 @@ class TierOrders:
                     raise StoreUnable("values are brought into the first of several tiers from those behind it")
                 self._prefetch(values, tier, deadline)
         return self._count(order.keys, values, tier.contains(own))
+
+    def _clear(self, tier: KVStore, keys: Sequence[bytes] | None) -> int:
+        self._store.forget(keys)
+        return tier.discard(keys)
 
     def _own_keys(self, values: Sequence[Value]) -> list[bytes]:
         """Of the parts that this rank writes, as many of each value."""
@@ -193,6 +204,7 @@ class OrderThread:
         self._todo: queue.SimpleQueue[tuple[CacheOrder, float] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[TransferKey, TransferOutcome]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def put(self, order: CacheOrder) -> None:
         """Queue an order; one too many is answered at once."""
@@ -200,9 +212,11 @@ class OrderThread:
             error = ServerBusy(f"{MAX_ORDERS} orders are waiting already")
             self._answer(order, self._orders.refuse(order, error))
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pdkv-store-orders", daemon=True)
-            self._thread.start()
+        try:
+            self._start()
+        except RuntimeError as error:
+            self._answer(order, self._orders.refuse(order, ServerBusy(f"no thread for orders: {error}")))
+            return
         self._todo.put((order, time.monotonic() + order.timeout_s))
 
     def take(self) -> dict[TransferKey, TransferOutcome]:
@@ -210,16 +224,24 @@ class OrderThread:
         num_done = self._done.qsize()
         return dict(self._done.get_nowait() for _ in range(num_done)) if num_done else {}
 
+    def _start(self) -> None:
+        """Raises RuntimeError where the system has no more threads."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="pdkv-store-orders", daemon=True)
+            thread.start()
+            self._thread = thread
+
     def close(self) -> None:
         """End the thread behind the order that it is at. Idempotent."""
         if self._thread is not None:
+            self._is_closed = True
             self._todo.put(None)
             self._thread.join(JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error("thread %s does not end", self._thread.name)
 
     def _run(self) -> None:
-        while (item := self._todo.get()) is not None:
+        while (item := self._todo.get()) is not None and not self._is_closed:
             order, deadline = item
             try:
                 answer = self._orders.carry_out(order, deadline)

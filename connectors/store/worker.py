@@ -140,7 +140,8 @@ class StoreWorker(TransferWorker):
         sizes = self._forms.all_sizes(parts)
         largest = max(body_bytes(per_value) for body_bytes in sizes)
         self._capacity = max(self._options.staging_bytes, largest)  # of a buffer, in bytes of bodies
-        threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead
+        prefetches = len(self._values.store.parts()) > 1  # operators' orders have a thread of their own
+        threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead + prefetches
         buffer_size = buffer_bytes(self._capacity, min(body_bytes(1) for body_bytes in sizes))
         self._staging = StagingBuffers(threads, buffer_size, streams_of(kv_cache.device))
         if self._coder is not None:

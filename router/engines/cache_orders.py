@@ -32,21 +32,26 @@ class CacheOrders:
 
     Args:
         send: to an engine that is ready.
+        is_ready: whether an engine is.
     """
 
-    def __init__(self, send: Callable[[str, CacheOrder], None]) -> None:
+    def __init__(self, send: Callable[[str, CacheOrder], None], is_ready: Callable[[str], bool]) -> None:
         self._send = send
+        self._is_ready = is_ready
         self._asked: dict[str, _Asked] = {}
 
     async def ask(self, names: Sequence[str], order: CacheOrder) -> dict[str, CacheAnswer]:
-        """What these engines, which are ready, answer; for one that does not, or dies meanwhile, a TierAnswer without a
-        tier's name says why.
+        """What these engines answer; for one that does not, or is gone or goes meanwhile, a TierAnswer without a tier's
+        name says why.
         """
         order = msgspec.structs.replace(order, order_id=secrets.token_hex(8))
         asked = self._asked[order.order_id] = _Asked(names)
         try:
             for name in names:
-                self._send(name, order)
+                if self._is_ready(name):
+                    self._send(name, order)
+                else:
+                    asked.answer(name, _gone(order.order_id))
             async with asyncio.timeout(order.timeout_s + SLACK_S):
                 await asked.is_over.wait()
         except TimeoutError:
@@ -67,5 +72,8 @@ class CacheOrders:
     def engine_down(self, name: str) -> None:
         """It will not answer any more."""
         for order_id, asked in self._asked.items():
-            gone = TierAnswer("", code=EngineDied.code, problem="the engine went away")
-            asked.answer(name, CacheAnswer(order_id, [gone]))
+            asked.answer(name, _gone(order_id))
+
+
+def _gone(order_id: str) -> CacheAnswer:
+    return CacheAnswer(order_id, [TierAnswer("", code=EngineDied.code, problem="the engine went away")])

@@ -64,7 +64,7 @@ class Listener(Driver):
         )
         self.index = index
         self.tiers = tiers
-        self.cache_orders = CacheOrders(self._send)
+        self.cache_orders = CacheOrders(self._send, fleet.is_ready)
         self._settled = asyncio.Event()  # it is known whether this start succeeds
         self._refusal: IncompatiblePeers | None = None  # why it does not
         self._closed = False

@@ -12,6 +12,7 @@ from pdkv.config import Preemption
 from pdkv.engine.swap import TRY_AGAIN_AFTER, SwapRule
 
 PROMPTS = [[3 + (i + j * j) % 50 for j in range(100 + i)] for i in range(6)]
+KEY = ("a", 0)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
 
 
@@ -22,19 +23,19 @@ def rule(policy: Preemption) -> SwapRule:
 
 def test_what_was_not_measured_is_tried_and_then_the_cheaper_way_is_taken() -> None:
     auto = rule("auto")
-    assert auto.prefers_load(250)
+    assert auto.prefers_load(KEY, 250)
     auto.loaded(100, 0.05)
-    assert auto.prefers_load(250)
+    assert auto.prefers_load(KEY, 250)
     for _ in range(20):
         auto.loaded(100, 0.5)
-    assert not auto.prefers_load(250)
+    assert not auto.prefers_load(KEY, 250)
 
 
 def test_reading_is_tried_again_now_and_then() -> None:
     auto = rule("auto")
     auto.loaded(100, 10.0)
-    choices = [auto.prefers_load(250) for _ in range(3 * (TRY_AGAIN_AFTER + 1))]
-    assert choices == ([False] * TRY_AGAIN_AFTER + [True]) * 3
+    choices = [auto.prefers_load((f"{i}", 0), 250) for i in range(3 * (TRY_AGAIN_AFTER + 1)) for _ in range(100)]
+    assert choices == ([False] * 100 * TRY_AGAIN_AFTER + [True] * 100) * 3
 
 
 def test_the_other_policies_ask_no_clock() -> None:
@@ -44,9 +45,9 @@ def test_the_other_policies_ask_no_clock() -> None:
             swap.loaded(1, measured)
             recompute.loaded(1, 1e-9)
         assert swap.looks
-        assert swap.prefers_load(1)
+        assert swap.prefers_load(KEY, 1)
         assert not recompute.looks
-        assert not recompute.prefers_load(1)
+        assert not recompute.prefers_load(KEY, 1)
 
 
 class Run(NamedTuple):

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from traffic import wait_until_true
 
 from pdkv.errors import StoreUnavailable
+from pdkv.kv_store import backfill
 from pdkv.kv_store.backfill import COLD_SHARE
 from pdkv.kv_store.base import Buffer, Sized
 from pdkv.kv_store.host_segment import PAGE_BYTES
@@ -143,6 +145,21 @@ def test_a_value_that_is_deleted_while_it_is_copied_does_not_come_again(store: T
 
 
 @second_use
+def test_a_copy_under_way_does_not_bring_back_what_is_cleared(store: TieredStore, lower: LowerTier) -> None:
+    put(store, 1)
+    lower.may_put.clear()
+    get(store, 1)
+    assert lower.putting.wait(WAIT_S)
+    store.forget(None)
+    for part in reversed(store.parts().values()):
+        part.discard(None)
+    lower.may_put.set()
+    with lower.changed:
+        assert lower.changed.wait_for(lambda: lower.num_puts == 1 and lower.num_deletes == 1, WAIT_S)
+    assert store.contains([key(1)]) == [False]
+
+
+@second_use
 def test_a_tier_that_fails_gets_it_with_the_next_use(store: TieredStore, lower: LowerTier) -> None:
     put(store, 1)
     lower.fails = True
@@ -172,6 +189,20 @@ def test_what_goes_from_host_memory_is_below_and_what_stays_is_not(store: Tiered
     assert store.tiers[0].store.contains([key(n) for n in range(5)]) == [False] * 4 + [True]
     assert get(store, *range(4)) == [True] * 4
     assert lower.contains([key(num_pages), key(num_pages + 3)]) == [False, False]
+
+
+@evicted
+def test_the_thread_rests_when_all_that_goes_first_is_below(
+    store: TieredStore, lower: LowerTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it takes several turns."""
+    monkeypatch.setattr(backfill, "BATCH_BYTES", SIZE)
+    num_pages, copies = num_pages_of(store), store._backfill
+    assert copies is not None
+    for number in range(num_pages):
+        put(store, number)
+    lower.await_keys(*map(key, range(num_pages // COLD_SHARE)))
+    wait_until_true(lambda: not (copies._looks or copies._is_busy), "the thread rests")
 
 
 @evicted

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from store_rig import WAIT_S, Engine, FaultyStore, MakeEngine, chain, prefill, view
 
-from pdkv.connectors.base import SchedulerView
-from pdkv.connectors.store.orders import MAX_ORDERS, longest_hit
+from pdkv.connectors.base import SchedulerView, TransferOutcome, TransferResults
+from pdkv.connectors.store.orders import MAX_ORDERS, OrderBook, longest_hit, name_of
 from pdkv.connectors.transfer.aggregator import TransferAggregator
-from pdkv.errors import ServerBusy, StoreUnable, StoreUnavailable, TransferTimeout
+from pdkv.errors import MalformedMessage, ServerBusy, StoreUnable, StoreUnavailable, TransferTimeout
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.options import StoreOptions
@@ -54,6 +54,17 @@ def one_engine(tiers: TieredStore) -> Iterator[Engine]:
     engine = Engine(tiers)
     yield engine
     engine.close()
+
+
+def test_an_answer_of_ranks_that_cannot_be_read_is_a_failed_one() -> None:
+    book = OrderBook()
+    for note, said in (((b"no answer",), [("store", MalformedMessage.code)]), ((), [])):
+        book.add(CacheOrder(order_id="o", action="lookup", keys=KEYS, tier="store"))
+        (asked,) = book.take_new()
+        ended = {name_of(asked): TransferOutcome(notes=note)}
+        assert book.settle(TransferResults(ended, {}, {}, {})) == (TransferResults({}, {}, {}, {}), [asked])
+        (answer,) = book.take_answers()
+        assert [(tier.tier, tier.code) for tier in answer.tiers] == said
 
 
 @pytest.mark.parametrize("tp", [1, 2])

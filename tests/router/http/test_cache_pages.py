@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from pdkv.block_keys import extend_keys, root_key
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.engines.backend import Backend
+from pdkv.router.engines.cache_orders import CacheOrders
 from pdkv.router.engines.operations import Operations
 from pdkv.router.http.admin import create_admin_app
 from pdkv.wire.messages import CacheAnswer, CacheOrder, Submit, TierAnswer
@@ -215,6 +216,14 @@ def test_an_engine_that_dies_or_is_silent_is_told_of_beside_the_others() -> None
         assert operator.system.dispatcher.counters.dropped_messages == 1
 
     with_operator(check, answers)
+
+
+def test_an_engine_that_goes_before_it_is_asked_is_not_awaited() -> None:
+    sent: list[str] = []
+    orders = CacheOrders(lambda name, order: sent.append(name), lambda name: False)
+    answers = asyncio.run(orders.ask(["decode-0"], CacheOrder(order_id="", action="clear", timeout_s=300.0)))
+    assert not sent
+    assert answers["decode-0"].tiers[0].code == "engine_died"
 
 
 def test_what_tiers_have_is_loaded_into_an_engines_own_blocks_by_a_request() -> None:
