@@ -97,6 +97,7 @@ class _News:
     preempted: list[TransferKey] = field(default_factory=list)
     finished: list[TransferKey] = field(default_factory=list)
     aborted: list[TransferKey] = field(default_factory=list)
+    sent_anew: set[TransferKey] = field(default_factory=set)  # to another reader
     is_urgent: bool = False  # what is confirmed may not wait for more
     is_end_urgent: bool = False  # nor may the end of a request wait for the next step
 
@@ -264,6 +265,7 @@ class ExternalKV:
         """A handed-off request's ticket came after its end: show its blocks once more."""
         tables = block_tables or self._no_blocks
         self._confirm(ConfirmedRange(request.view(), 0, request.num_confirmed, tables, True))
+        self._news.sent_anew.add(request.transfer_key)
         self._news.is_urgent = True
 
     def _confirm(self, told: ConfirmedRange) -> None:
@@ -307,6 +309,7 @@ class ExternalKV:
     def _retract(self, key: TransferKey) -> None:
         """What was confirmed of a request is not told: its blocks may have another owner when the view is built."""
         self._news.confirmed.pop(key, None)
+        self._news.sent_anew.discard(key)
         if (held := self._kept.pop(key, None)) is not None:  # no view will be built for them alone
             self._pool.release(held, Holder.ACTIVE)
 
@@ -380,7 +383,8 @@ class ExternalKV:
                 hold = self._holds.pop(key, None)
                 if hold is not None:
                     self._pool.release(hold.block_ids, Holder.ACTIVE)
-                settled.sends.append(EndedSend(key, ok, outcome))
+                if key not in self._news.sent_anew:  # or it is about an earlier reader, whose end nobody waits for
+                    settled.sends.append(EndedSend(key, ok, outcome))
         for ok, outcomes in ((True, results.finished_receiving), (False, results.failed_receiving)):
             for key, outcome in outcomes.items():
                 exposed, load = self._quarantine.pop(key, None), self.loads.get(key)

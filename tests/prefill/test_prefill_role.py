@@ -9,7 +9,9 @@ from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.peer.push_scheduler import PushScheduler, PushTicket
 from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.engine.core import EngineCore
+from pdkv.engine.executor import Ended
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.errors import PeerGone
 from pdkv.prefill.role import PrefillRole
 from pdkv.wire.messages import Finished, HandedOff, KVReady, KVTicket, Release, Submit, Tokens
 
@@ -23,6 +25,12 @@ def hand_off(prompt: list[int], request_id: str = "a", max_tokens: int = 4) -> S
 def leases(core: EngineCore) -> int:
     assert isinstance(core.prefill, PrefillRole)
     return len(core.prefill.leases)
+
+
+def ticket_of(reader: str, number: int) -> KVTicket:
+    """For the KV of "a"."""
+    ticket = PushTicket(reader, f"{reader}.0", "t-a", 0, 0, 10, pack_blocks([0, 1, 2]))
+    return KVTicket("a", 0, msgspec.msgpack.encode(ticket), number)
 
 
 def test_the_first_token_and_the_hand_off_leave_together_and_the_blocks_are_leased() -> None:
@@ -58,6 +66,27 @@ def test_a_ticket_for_a_lease_that_is_over_is_answered_at_once() -> None:
     core.handle("r", KVTicket("a", 0, b"where"), 0.0)
     assert of_type(run(core), KVReady) == [KVReady("a", 0, ok=False, code="kv_not_found", ticket=0)]
     assert at_rest(core)
+
+
+def test_how_a_killed_reader_s_sending_ended_is_not_told_to_the_next_reader() -> None:
+    """Its failure is known in the worker, and not here yet, when the next one's ticket comes (F13)."""
+    fabric = MemoryFabric(manual=True)
+    MemoryFabric.bind("lease-anew", fabric)
+    core = make_core(options={"fabric": "lease-anew", "mode": "push"})
+    core.handle("r", hand_off(PROMPT), 0.0)
+    run(core)
+    core.handle("r", ticket_of("e8", 0), 0.0)
+    core.step(1.0)
+    (first,) = fabric.under_way
+    worker = core.executor.worker  # type: ignore[attr-defined]
+    worker.stop_sending(("t-a", 0), PeerGone("e8 is gone"))
+    core.handle("r", ticket_of("e9", 1), 0.0)
+    core.settle(Ended(worker.get_finished()))
+    core.step(1.0)
+    assert of_type(run(core), KVReady) == []
+    assert leases(core) == 1
+    assert [op for op in fabric.under_way if op is not first], "it goes to the other one"
+    MemoryFabric.unbind("lease-anew")
 
 
 def test_a_release_of_another_attempt_ends_nothing() -> None:
