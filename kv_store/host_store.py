@@ -171,7 +171,7 @@ class HostStore(TellingStore):
 
     def unexpect(self, keys: Sequence[bytes]) -> None:
         if self.own is not None:
-            self.own.unexpect(map(key_of, keys))
+            self.own.unexpect(list(map(key_of, keys)))
 
     @property
     def look_ahead_bytes(self) -> int:

@@ -179,6 +179,9 @@ class _LoopThread:
     async def _hold(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
+        if self._is_closed:  # since it was queued: `_cancel_all` has not seen it
+            call.close()
+            raise asyncio.CancelledError
         self._tasks.add(task)
         try:
             return await call

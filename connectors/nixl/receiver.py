@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_EARLY = 1024
 MAX_EARLY_PER_SENDER = 512
-_GRACE_S = 1.0
-"""Offers may be earlier than this rank has heard of the transfer: so many of them, by so much."""
+_GRACE_S = 5.0
+"""Offers may come before this rank hears of the transfer, behind the steps under way: so many, by so much."""
 
 MAX_OPEN = NUM_WORDS
 """Of one sender, early or not, until they are answered: a sender has no more words to withdraw them by."""

@@ -32,8 +32,8 @@ from pdkv.wire.messages import EngineCard
 if TYPE_CHECKING:
     import torch
 
-REGISTRATION_S = 1.0
-"""How long an offer waits for its receive: another rank may have named the blocks before this one heard of them."""
+REGISTRATION_S = 5.0
+"""How long an offer waits for its receive: a rank hears of it behind the steps that are under way."""
 
 MAX_KNOWN_RECEIVES = 4096
 """Receives that were registered once: an offer for one of them that has ended is refused at once."""

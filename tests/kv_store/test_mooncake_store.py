@@ -131,7 +131,7 @@ def test_a_client_that_is_killed_is_replaced(server: MooncakeServer, open_: Open
     transfer may fail, which is a miss.
     """
     store = open_(server.url, operation_timeout_s="60")
-    until(lambda: succeeds(put, store, key(0)))
+    until(lambda: succeeds(put, store, key(0)) and get(store, key(0)))  # it is not evicted for a while
     client_of(store).kill()
     client_of(store).wait()
     get(store, key(0))

@@ -282,7 +282,7 @@ def test_a_cancel_does_not_wait_for_a_peer_that_is_stopped(
         assert ticket is not None
         peer.give(name, blocks, 16 * len(blocks), ticket)
     peer.signal(signal.SIGSTOP)
-    engine.cancel((name, 1), "receive")
+    engine.cancel((name, 1), "send" if stopped == "receiver" else "receive")
     assert engine.outcome(kind, (name, 1)).code in ("", "transfer_cancelled")
     before = engine.pools[0].clone()
     peer.signal(signal.SIGCONT)
