@@ -24,7 +24,7 @@ from traffic import wait_until_true
 
 ONE_OF_EACH = ("--prefill", "1", "--decode", "1")
 PATIENT = ("--connector-config", "store.lookup_timeout_s=20", "store.min_hit_tokens=1")
-"""Where the number of hits is asserted: a busy machine makes no miss, and any rest behind a hit in the pool is loaded."""
+"""Where hits are counted: a busy machine makes no miss, and the rest behind a hit in the pool is loaded."""
 
 
 @pytest.fixture(scope="module")
