@@ -394,7 +394,8 @@ class ExternalKV:
                     self.num_unknown_results += 1
                 if load is not None:
                     settled.loads.append(EndedLoad(load, ok, outcome))
-                    if load.request.kv != "await_peer" and outcome.code != TransferCancelled.code:
+                    from_peer = load.request.kv == "await_peer" or load.request.handoff is not None
+                    if not from_peer and outcome.code != TransferCancelled.code:
                         self._swap.loaded(load.stop - load.start, outcome.seconds)
         return settled
 
