@@ -163,6 +163,8 @@ def _read_all(stream: socket.socket, deadline: float) -> bytearray | None:
             if not chunk:
                 return received
             received += chunk
+    except ConnectionResetError:
+        return received  # an end, too: the worker ended before it had read the whole job
     except OSError:
         pass
     return None

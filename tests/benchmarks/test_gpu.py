@@ -108,10 +108,10 @@ def test_a_part_that_is_not_done_in_time_ends_with_its_servers(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(gpu, "_LEAST_S", 1.0)
     monkeypatch.setenv("GPU_TEST", str(tmp_path))
-    assert gpu.main(["smoke", "engine", "--device", "cpu", "--smoke", "--out", str(tmp_path), "--seconds", "6"]) == 1
+    assert gpu.main(["smoke", "engine", "--device", "cpu", "--smoke", "--out", str(tmp_path), "--seconds", "3"]) == 1
     assert not [p.pid for p in psutil.process_iter() if p.pid != os.getpid() and is_marked(p, str(tmp_path))]
     said = capsys.readouterr().out
-    assert "smoke: FAILED: not done in 6 s" in said
+    assert "smoke: FAILED: not done in 3 s" in said
     assert "engine: not begun" in said
 
 

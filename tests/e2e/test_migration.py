@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from deployments import Launch
-from faults.replies import CASES, ask_all, compare
+from faults.replies import CASES, ask_all, check_kill
 from faults.tokens import cut_by_token
-from kills import num_migrations
-from traffic import wait_for_rest, wait_until_true
+from traffic import wait_for_rest
 
 
 @pytest.mark.parametrize("connector", [("shared_memory",), ("nixl", "mode=push")], ids="-".join)
@@ -25,16 +24,8 @@ def test_no_reply_shows_that_all_decode_engines_were_killed(launch: Launch, conn
     assert expected["stop"].reasons == {0: "stop"}
     assert len(expected["stop"].texts[0]) > cut // 2
     wait_for_rest(deployment)
-    for kill_at in (3, 20 * len(cases)):  # the engines are further than who reads
-        victims = deployment.pids()
-
-        before = num_migrations(deployment)
-        pids = [pid for engine, pid in victims.items() if engine.startswith("decode")]
-        compare(asyncio.run(ask_all(deployment, cases, f"kill at {kill_at}", kill_at, pids)), expected)
-        assert num_migrations(deployment) > before
-        wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
-        assert not set(deployment.pids().values()) & set(pids)
-        wait_for_rest(deployment)
+    for kill_at in (3, 20 * len(cases)):
+        check_kill(deployment, cases, expected, kill_at)
 
 
 def test_no_reply_shows_at_which_token_decode_was_killed(launch: Launch, tmp_path: Path) -> None:

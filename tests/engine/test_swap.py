@@ -87,6 +87,8 @@ def test_preempted_requests_say_the_same_whatever_becomes_of_their_kv(
     tight = run(policy, model, 32 * roomy.block_bytes, f"{policy}-tight")
     assert tight.num_preemptions
     assert tight.tokens == roomy.tokens
-    assert (tight.store > 0) is (policy != "recompute")
-    if policy == "swap":
+    if policy == "recompute":
+        assert not tight.store
+    if policy == "swap":  # auto may find that computing takes less time here
+        assert tight.store
         assert tight.recomputed < 64 * tight.num_preemptions, "values of 64 tokens were there"

@@ -58,12 +58,12 @@ class Engine:
     def _step(self, bound: float) -> list[object]:
         now = time.monotonic()
         assert now < bound, "no answer, or it is not saved"
-        if self._woken.is_set():
-            self._woken.clear()
-            self.core.wake()
         due = self.core.next_deadline()
         due = math.inf if due is None else due
-        if self.core.has_work or due <= now:
+        if self._woken.is_set():
+            self._woken.clear()
+            self.core.wake()  # which may be all that was waited for
+        elif self.core.has_work or due <= now:
             self.core.step(now)
         else:
             self._woken.wait(min(due, bound) - now)

@@ -1,6 +1,7 @@
 """Requests of every kind, and whether their replies are those that come when nothing happens."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -11,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from deployments import Running
-from kills import FEW_TOKENS
-from traffic import client_of
+from kills import FEW_TOKENS, KILLS_BOUND_S, num_migrations
+from traffic import client_of, wait_for_rest, wait_until_true
 
 PROMPT = "A request outlives the engines that serve it. " * 3
 NUM_OUTPUT = 160
@@ -131,3 +132,23 @@ def compare(replies: dict[str, Reply], expected: dict[str, Reply]) -> None:
         assert mine.usage == right.usage, name
         assert mine.num_usages == right.num_usages == 1, name
         assert mine.roles == right.roles, name
+
+
+def check_kill(deployment: Running, cases: dict[str, dict[str, Any]], expected: dict[str, Reply], kill_at: int) -> None:
+    """Kill all decode engines with the event of that number: no reply shows it, and the engines come back.
+
+    Engines are further than who reads: a kill that came when they had made all tokens is repeated.
+    """
+    attempts = itertools.count()
+
+    def kill() -> bool:
+        before = num_migrations(deployment)
+        victims = [pid for engine, pid in deployment.pids().items() if engine.startswith("decode")]
+        salt = f"kill at {kill_at}, {next(attempts)}"
+        compare(asyncio.run(ask_all(deployment, cases, salt, kill_at, victims)), expected)
+        wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
+        assert not set(deployment.pids().values()) & set(victims)
+        wait_for_rest(deployment)
+        return num_migrations(deployment) > before
+
+    wait_until_true(kill, "a kill amid streams", KILLS_BOUND_S)
