@@ -26,7 +26,13 @@ def stats_under(name: str, stats: Stats) -> dict[str, ConnectorStats]:
 def stats_of_tiers(tiers: Mapping[str, TierCounts]) -> dict[str, ConnectorStats]:
     """What a store says of its tiers."""
     return {
-        name: ConnectorStats(tier_hits=tier.hits, tier_failures=tier.failures, held=TierHeld(*tier.held))
+        name: ConnectorStats(
+            tier_hits=tier.hits,
+            tier_failures=tier.failures,
+            held=TierHeld(*tier.held),
+            read_bytes=tier.read.num_bytes,
+            read_seconds=tier.read.seconds,
+        )
         for name, tier in tiers.items()
     }
 

@@ -609,7 +609,7 @@ class EngineCore:
             for part in _parts(self._event_number, events):
                 for router_id in self._routers:
                     self._outbox(router_id, part)
-        tiers = self.external.take_tier_events()
+        tiers = self.external.take_tier_events(self.card.connector)
         if tiers:
             for told in self._lower_tiers.update(tiers):
                 for router_id in self._routers:

@@ -399,9 +399,12 @@ class ExternalKV:
                         self._swap.loaded(load.stop - load.start, outcome.seconds)
         return settled
 
-    def take_tier_events(self) -> Sequence[TierEvents]:
-        """What the connector has to tell of tiers below the cache."""
-        return () if self.connector is None else self.connector.take_events()
+    def take_tier_events(self, name: str) -> Sequence[TierEvents]:
+        """What the connector, of that name, has to tell of tiers below the cache; their parts are named as in the
+        stats.
+        """
+        events = () if self.connector is None else self.connector.take_events()
+        return [msgspec.structs.replace(each, parts=[part.under(name) for part in each.parts]) for each in events]
 
     def order_tiers(self, order: CacheOrder) -> int:
         """An operator's order for tiers below the cache; returns how many answers will come."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Self
 
 from pdkv.errors import StoreUnable
+from pdkv.kv_store.read_meter import ReadTime
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
@@ -37,6 +38,7 @@ class TierCounts(NamedTuple):
     hits: int  # values that were read from it
     failures: int  # calls that failed, and those that it was spared after a failure
     held: Held = Held()
+    read: ReadTime = ReadTime()
 
 
 class KVStore(ABC):

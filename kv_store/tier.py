@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pdkv.kv_store.base import Item, KVStore
+from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.kv_store.recent_keys import RecentKeys
 
 WritePolicy = Literal["all", "second-use", "evicted"]
@@ -19,6 +20,7 @@ class Tier:
         self.write = write
         self.put_once = RecentKeys() if write == "second-use" else None  # keys that it was not given yet
         self.num_hits = 0
+        self.meter = ReadMeter()
         self.num_backfilled = 0  # values that came to it behind everybody's back
         self.num_promoted = 0  # values that a slower tier had and this one now has
         self.failures: Counter[str] = Counter()  # by error code; "skipped": calls while it was left alone

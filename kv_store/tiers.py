@@ -58,11 +58,13 @@ class TieredStore(TellingStore):
 
         def read(tier: Tier, missing: list[int]) -> list[bool]:
             wanted, buffers = [keys[i] for i in missing], [out[i] for i in missing]
-            return tier.store.read(wanted, buffers, lambda index, stop: arrived(missing[index], stop))
+            with tier.meter.reading():
+                return tier.store.read(wanted, buffers, lambda index, stop: arrived(missing[index], stop))
 
         for depth, hits in self._look_up(found, read):
             with self._lock:
                 self.tiers[depth].num_hits += len(hits)
+            self.tiers[depth].meter.add(sum(out[i].nbytes for i in hits))
             self._promote([(keys[i], out[i]) for i in hits], depth)
             if self._backfill is not None:
                 self._backfill.used((keys[i], out[i].nbytes) for i in hits)
@@ -115,7 +117,9 @@ class TieredStore(TellingStore):
         """Named by place and kind: 0-memory, 1-file, …"""
         with self._lock:
             return {
-                tier_name(place, tier.store): TierCounts(tier.num_hits, tier.failures.total(), tier.store.count_held())
+                tier_name(place, tier.store): TierCounts(
+                    tier.num_hits, tier.failures.total(), tier.store.count_held(), tier.meter.total
+                )
                 for place, tier in enumerate(self.tiers)
             }
 

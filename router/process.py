@@ -111,7 +111,7 @@ def run_router(
         orders=orders,
         recovery=config.recovery,
         health=config.health,
-        reuse=config.reuse.kv_reuse,
+        reuse=config.reuse,
         await_all=await_all,
         identity=identity,
     )

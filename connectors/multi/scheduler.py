@@ -45,7 +45,6 @@ from pdkv.connectors.multi.wire import (
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.errors import TransferCancelled
 from pdkv.wire.messages import (
-    MAX_MEDIUM_CHARS,
     CacheAnswer,
     CacheOrder,
     ConnectorKind,
@@ -340,7 +339,7 @@ class MultiScheduler(SchedulerConnector):
     def take_events(self) -> Sequence[TierEvents]:
         """Those of all children; a tier has its child's name, since two may lie on the same medium."""
         return [
-            msgspec.structs.replace(events, medium=f"{part_name(i, child)}/{events.medium}"[:MAX_MEDIUM_CHARS])
+            events.under(part_name(i, child))
             for i, (child, side) in enumerate(zip(self._children, self._schedulers, strict=True))
             for events in side.take_events()
         ]

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 
+import msgspec
+
 from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.kv_store.base import KVStore
-from pdkv.wire.messages import TierEvents
+from pdkv.wire.messages import TierEvents, TierPart
 
 MAX_NEWS = 1 << 14
 """Keys that wait to be taken; further ones are not told."""
@@ -19,7 +21,8 @@ class StoreNews:
 
     def __init__(self, store: KVStore, cut: StoreCut) -> None:
         self._size = cut.value_tokens[0]  # the same for engines of all block sizes, which a hit's end may not be
-        self._empty = TierEvents(store.medium, store.is_shared, self._size)
+        parts = _parts_of(store, self._size * cut.layout.token_bytes)
+        self._empty = TierEvents(store.medium, store.is_shared, self._size, parts=parts)
         self._is_told = not cut.windows[0]
         self._changes: dict[bytes, bool] = {}  # key -> whether it is there
         self._announced = False
@@ -41,7 +44,7 @@ class StoreNews:
         empty = self._empty
         removed = [key for key, is_there in changes.items() if not is_there]
         stored = [key for key, is_there in changes.items() if is_there]
-        return [TierEvents(empty.medium, empty.shared, empty.tokens_per_key, removed, stored)]
+        return [msgspec.structs.replace(empty, removed=removed, stored=stored)]
 
     def _note(self, values: Iterable[Value], *, is_there: bool) -> None:
         if not self._is_told:
@@ -52,3 +55,11 @@ class StoreNews:
             room = MAX_NEWS - len(changes)
             keys = [key for key in keys if key in changes] + [key for key in keys if key not in changes][:room]
         changes.update(dict.fromkeys(keys, is_there))
+
+
+def _parts_of(store: KVStore, value_bytes: int) -> list[TierPart]:
+    """What the store consists of. `value_bytes`: of a value as a rank has it, which a codec may make smaller."""
+    parts = store.parts()
+    capacities = [part.count_held().capacity // value_bytes for part in parts.values()]
+    names = parts if len(parts) > 1 else [""]
+    return [TierPart(name, capacity) for name, capacity in zip(names, capacities, strict=True)]

@@ -9,6 +9,7 @@ from pdkv.connectors.store.envelope import Sealer
 from pdkv.connectors.store.pieces import Slot
 from pdkv.errors import KVCorrupted, StoreError
 from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class SealedValues:
 
     def __init__(self, store: KVStore, sealer: Sealer) -> None:
         self.store = store
+        self.meter = ReadMeter()
         self._sealer = sealer
         self._lock = threading.Lock()  # guards what follows
         self._num_seen = 0  # of what the store itself has found damaged
@@ -68,11 +70,13 @@ class SealedValues:
     def _read(self, slots: Sequence[Slot]) -> list[State]:
         """Read values into their slots, and check them as they come in, while their bytes are in the cache."""
         checks = [self._sealer.check(slot.key, slot.view) for slot in slots]
-        found = self.store.read(
-            [slot.key for slot in slots],
-            [slot.view for slot in slots],
-            lambda index, stop: checks[index].arrived(stop),
-        )
+        with self.meter.reading():
+            found = self.store.read(
+                [slot.key for slot in slots],
+                [slot.view for slot in slots],
+                lambda index, stop: checks[index].arrived(stop),
+            )
+        self.meter.add(sum(slot.view.nbytes for slot, is_found in zip(slots, found, strict=True) if is_found))
         return [
             "absent" if not is_found else "whole" if check.is_whole() else "damaged"
             for is_found, check in zip(found, checks, strict=True)

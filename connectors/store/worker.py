@@ -48,6 +48,7 @@ from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
 from pdkv.kv_store.base import KVStore
+from pdkv.wire.messages import ConnectorStats
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +259,9 @@ class StoreWorker(TransferWorker):
         super().shutdown()
 
     def get_stats(self) -> Stats:
-        own = sum_stats([super().get_stats(), {"": self._hidden.stats}])
+        num_bytes, seconds = self._values.meter.total
+        read = ConnectorStats(read_bytes=num_bytes, read_seconds=seconds)
+        own = sum_stats([super().get_stats(), {"": self._hidden.stats}, {"": read}])
         return {**own, **stats_of_tiers(self._values.store.count_tiers())}
 
     # --- I/O threads ----------------------------------------------------------------------------------------------

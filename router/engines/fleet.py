@@ -177,6 +177,7 @@ class Counters:
         self.dropped_messages = 0  # of requests or attempts that had ended, or that nobody knows
         self.duplicate_tokens = 0
         self.load_failures = 0
+        self.local_turns = 0  # begun on the decode engine that had nearly all of the prompt
         self.loans: Counter[str] = Counter()  # by how they ended: "ok" or a code
 
 
@@ -263,6 +264,12 @@ class Fleet:
         """The connection to an engine has ended: if it was refused, it cannot come up any more."""
         if name in self.engines:
             self.engines[name].refused_card = None
+
+    def reported(self, name: str, load: LoadReport) -> None:
+        """An engine that is up says how it does."""
+        state = self.engines[name]
+        self.speeds.reported(state.load, load)
+        state.load = load
 
     def went_down(self, name: str, now: float) -> None:
         """The incarnation that was ready is gone."""

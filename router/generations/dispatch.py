@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pdkv.config import HealthConfig, RecoveryConfig, Reuse
+from pdkv.config import HealthConfig, RecoveryConfig, ReuseConfig
 from pdkv.errors import EngineGivenUp, EngineUnavailable, NoEngine
 from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.backend import Backend
@@ -31,6 +31,7 @@ from pdkv.router.generations.listener import Listener
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
+from pdkv.router.routing.holdings import Holdings
 from pdkv.router.routing.policies import DEFAULT_POLICY, Side
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import RouteChooser
@@ -58,13 +59,11 @@ class Dispatcher(Listener):
         await_all: bool = True,
         identity: str = "",
         health: HealthConfig = NO_PROBES,
-        reuse: Reuse = "auto",
+        reuse: ReuseConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is taken.
-
-        `reuse`: when prefill reads what other engines have cached.
 
         `await_all`: not ready before all engines have been; else as soon as a prompt can be run and decoded.
 
@@ -74,10 +73,12 @@ class Dispatcher(Listener):
         limits = recovery or RecoveryConfig()
         fleet, counters = Fleet(complete_once=not await_all, identity=identity), Counters()
         index, tiers = PrefixIndex(on_work=self.work_on_index_soon), TierIndex()
+        reuse = reuse or ReuseConfig()
+        self._holdings = Holdings(fleet, index, tiers, reuse.kv_reuse)
         self._routes = RouteChooser(
-            fleet, index, tiers,
+            fleet, self._holdings,
             policy=policy, orders=orders, rng=rng or random.Random(), take_over=limits.take_over,
-            reuse=reuse,
+            local_turns=reuse.local_turns,
         )  # fmt: skip
         losses = Recovery(limits, fleet, counters)
         super().__init__(
@@ -87,7 +88,7 @@ class Dispatcher(Listener):
             counters=counters,
             room=Capacity(fleet, take_over=limits.take_over),
             recovery=losses,
-            placing=Placement(self._routes, losses, clock),
+            placing=Placement(self._routes, self._holdings, losses, clock),
             prober=Prober(fleet, orders, health.probe_interval_s),
             clock=clock,
         )
@@ -224,13 +225,14 @@ class Dispatcher(Listener):
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
         try:
-            route = self._routes.choose(request, now)
+            route = self._routes.choose(request, now, may_stay=True)
         except NoEngine:
             if not self.fleet.complete_once:
                 raise
             route = NOWHERE
         self.delays.balancing.observe(self._clock() - now)
         self.counters.started += 1
+        self.counters.local_turns = self._routes.num_local_turns
         return self._launch(request, route, now)
 
     def start_on(self, name: str, request: GenerateRequest) -> Generation:
@@ -243,7 +245,7 @@ class Dispatcher(Listener):
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
         generation = Generation(flow, self.abort, now)
         if route is not NOWHERE:
-            generation.num_uncached = self._routes.uncached_tokens(request, route.prefill, route.offer)
+            generation.num_uncached = self._holdings.uncached_tokens(request, route.prefill, route.offer)
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation

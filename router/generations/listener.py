@@ -178,7 +178,7 @@ class Listener(Driver):
             case Release():
                 self._handle(self._transfers.get(message.transfer_id), name, message, now)
             case LoadReport():
-                self.fleet.engines[name].load = message
+                self.fleet.reported(name, message)
             case Beat():
                 self.fleet.engines[name].health.beat(message)
             case Trial():

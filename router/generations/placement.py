@@ -6,14 +6,18 @@ from pdkv.errors import EngineUnavailable, NoEngine
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.recovery import Recovery
+from pdkv.router.routing.holdings import Holdings
 from pdkv.router.routing.route_chooser import RouteChooser
 
 
 class Placement:
     """Routes for generations that have none, decode engines for prompts that are handed off."""
 
-    def __init__(self, routes: RouteChooser, recovery: Recovery, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, routes: RouteChooser, holdings: Holdings, recovery: Recovery, clock: Callable[[], float]
+    ) -> None:
         self._routes = routes
+        self._holdings = holdings
         self._recovery = recovery
         self._clock = clock
 
@@ -41,7 +45,7 @@ class Placement:
                 engine = self._routes.choose_decode(flow.request, prefill, now, without=without)
                 return flow.bind_decode(engine, now)
         route = self._routes.choose(flow.request, now, without=without)
-        generation.num_uncached = self._routes.uncached_tokens(flow.request, route.prefill, route.offer)
+        generation.num_uncached = self._holdings.uncached_tokens(flow.request, route.prefill, route.offer)
         if flow.awaits_decode:  # only the engine that ran it could decode it
             return [*flow.reset(), *flow.begin(route, now)]
         return flow.begin(route, now)

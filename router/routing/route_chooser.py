@@ -2,18 +2,16 @@
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import xxhash
 
-from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
-from pdkv.config import Reuse
+from pdkv.config import LocalTurns
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.generations.request import GenerateRequest, Offer, Route
-from pdkv.router.routing.policies import EngineView, Side, Snapshot, find_policy
-from pdkv.router.routing.prefix_index import PrefixIndex
-from pdkv.router.routing.tier_index import TierIndex
+from pdkv.router.routing.holdings import Holdings
+from pdkv.router.routing.policies import EngineView, Side, Snapshot, find_policy, prefix_aware
 from pdkv.wire.messages import Order
 
 SIDES: tuple[Side, Side] = ("prefill", "decode")
@@ -22,20 +20,11 @@ AFFINITY_TOKENS = 4096
 """A request of a `prompt_cache_key` goes to the key's engine although so many more tokens wait there."""
 
 
-LOADED_SHARE = 0.9
-"""What a token that is loaded from a tier below the cache is worth, one in the cache being worth 1.
+MAX_LOCAL_TOKENS = 256
+"""Of a prompt's tokens that a decode engine lacks: with more of them prefill is asked, whatever it costs."""
 
-Loading 4,096 tokens of a model of 197 M parameters takes 15 to 35 ms and computing them 4.1 s (README, "Connectors");
-of a small model, or from afar, it is a larger part. So an engine that has the prompt itself comes first among equally
-loaded ones, and no other has to wait for it.
-"""
-
-
-def with_lower_tier(num_cached: int, num_reached: int) -> int:
-    """What an engine need not compute, in cached tokens: so many it has, and of the prompt's first so many it loads
-    those that it has not.
-    """
-    return num_cached + int(max(num_reached - num_cached, 0) * LOADED_SHARE)
+LOCAL_FRACTION = 0.25
+"""The same, as a part of the prompt: a turn goes to its KV, and not a prompt to an idle decode engine."""
 
 
 def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
@@ -50,42 +39,46 @@ def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
 
 
 class RouteChooser:
-    """A policy over the fleet and the prefix index of one router."""
+    """A policy over the fleet of one router, and over what its engines have of a prompt."""
 
     def __init__(
         self,
         fleet: Fleet,
-        index: PrefixIndex,
-        tiers: TierIndex,
+        holdings: Holdings,
         *,
         policy: str,
         orders: Sequence[Order],
         rng: random.Random,
         take_over: bool = False,
-        reuse: Reuse = "auto",
+        local_turns: LocalTurns = "auto",
     ) -> None:
-        """`take_over`: where no engine of one role is ready, those of the other do its work, too. `reuse`: when prefill
-        reads what other engines have cached; auto: where that takes less time than computing it.
+        """`take_over`: where no engine of one role is ready, those of the other do its work, too. `local_turns`:
+        whether a decode engine that has nearly all of a prompt computes the rest itself, where that costs less.
 
         Raises:
             ConfigError: an unknown policy.
         """
         self.policy = find_policy(policy)
+        self._holdings = holdings
         self._fleet = fleet
-        self._index = index
-        self._tiers = tiers
         self._orders = tuple(orders)
         self._rng = rng
         self._take_over = take_over
-        self._reuse = reuse
+        self._local_turns = local_turns
         self._prefill_turn = 0
         self._decode_turn = 0
+        self.num_local_turns = 0  # requests that decode engines were given because they had nearly all of the prompt
         self._num_prefill = 1  # candidates when one was chosen last
 
-    def choose(self, request: GenerateRequest, now: float, *, without: Collection[str] = ()) -> Route:
+    def choose(
+        self, request: GenerateRequest, now: float, *, without: Collection[str] = (), may_stay: bool = False
+    ) -> Route:
         """Both sides, none of them in `without`; an aggregated engine is its own decode side.
 
         Where prefill goes first, decode is left open: who is free then, and lives, is known when the prompt is done.
+
+        Args:
+            may_stay: nothing of the request is out yet: it may be run where nearly all of its prompt is cached.
 
         Raises:
             NoEngine: no engine of a role is ready.
@@ -93,7 +86,7 @@ class RouteChooser:
         """
         prefill, decode = (self._candidates(side, now, without) for side in SIDES)
         if self._take_over and (prefill or decode) and not (prefill and decode):
-            engine = self._choose("prefill", request, prefill or decode, self._next_prefill_turn())
+            engine = self._choose_prefill(request, prefill or decode, now)
             return Route(engine, engine)
         for side, candidates in zip(SIDES, (prefill, decode), strict=True):
             if not candidates:
@@ -103,35 +96,45 @@ class RouteChooser:
             return Route(first, first)
         if not any(self._fleet.can_hand_over(first, engine.name) for engine in decode):
             return Route(first, first)  # as any engine can: what it computes, nobody else could read
-        order, offer = self._order(first, decode[0].name), self.find_offer(request, first, now)
+        offer = self._holdings.find_offer(request, first, now)
+        if may_stay and (local := self._find_local(request, first, offer, decode)) is not None:
+            return Route(local, local)
+        order = self._order(first, decode[0].name)
         if order == "prefill_first":
             return Route(first, "", order, offer)
         return Route(first, self.choose_decode(request, first, now, without=without), order, offer)
 
-    def find_offer(self, request: GenerateRequest, borrower: str, now: float) -> Offer | None:
-        """What another engine has of the prompt, if `borrower` reads it sooner than it computes it."""
-        card = self._fleet.engines[borrower].card
-        if self._reuse == "never" or card is None or not card.lends:
+    def _find_local(
+        self, request: GenerateRequest, prefill: str, offer: Offer | None, decode: Sequence[EngineView]
+    ) -> str | None:
+        """The decode engine that has nearly all of the prompt, if it shall compute the rest itself."""
+        if self._local_turns == "never" or self.policy is not prefix_aware:
             return None
-        if request.probe or request.params.prompt_logprobs is not None:  # whose logits must be computed
+        if request.probe or request.near == prefill:
             return None
-        keys = self._keys(request)
-        cached = self._index.match(keys)
-        own = max(cached.pop(borrower, 0), self._tiers.match_one(borrower, keys))
-        most = (len(request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE  # a token is computed
-        found = sorted(((min(num, most), name) for name, num in cached.items() if min(num, most) > own), reverse=True)
-        best = next((each for each in found if self._fleet.can_lend(each[1], borrower, now)), None)
-        if best is None:
+        num_tokens, cached = len(request.prompt_token_ids), self._holdings.cached(request)
+        chosen = self._choose(decode, self._decode_turn, lambda: cached)
+        num_lacking = max(num_tokens - cached.get(chosen, 0), 1)
+        if num_lacking > min(MAX_LOCAL_TOKENS, num_tokens * LOCAL_FRACTION):
             return None
-        num_tokens, lender = best
-        layout = card.layout
-        num_bytes = (num_tokens - own) * layout.token_bytes * layout.kv_heads_of_all_ranks // layout.num_kv_heads
-        costs = self._fleet.speeds.costs(borrower, num_tokens - own, num_bytes)
-        if self._reuse == "always":
-            return Offer(lender, num_tokens)
-        if not costs.prefers_load:
+        if self._local_turns == "auto" and not self._is_sooner(num_lacking, chosen, request, prefill, offer):
             return None
-        return Offer(lender, num_tokens, costs.load_timeout_s, costs.compute_s or 0.0)
+        self.num_local_turns += 1
+        return chosen
+
+    def _is_sooner(
+        self, num_lacking: int, decode: str, request: GenerateRequest, prefill: str, offer: Offer | None
+    ) -> bool:
+        """Whether `decode` computes so many tokens sooner than `prefill` does what it lacks, and hands it over. What
+        decode computes holds up all that it runs; where nothing was measured, prefill is asked.
+        """
+        token_s = self._fleet.speeds.token_s(prefill)
+        if token_s is None:
+            return False
+        here_s = num_lacking * token_s * (1 + self._fleet.engines[decode].books.requests)
+        num_waiting = self._fleet.engines[prefill].books.prefill_tokens
+        num_computed = num_waiting + self._holdings.uncached_tokens(request, prefill, offer)
+        return here_s < num_computed * token_s + self._holdings.handoff_s(decode, num_lacking)
 
     def has_engine(self, side: Side, now: float, without: Collection[str]) -> bool:
         """Whether one is ready for this side that is not in `without`."""
@@ -154,7 +157,7 @@ class RouteChooser:
         self._num_prefill = len(engines)
         if any(request.near == engine.name for engine in engines):
             return request.near
-        return self._choose("prefill", request, prefer(engines, request.affinity), self._next_prefill_turn())
+        return self._choose_prefill(request, prefer(engines, request.affinity), now)
 
     def choose_decode(
         self, request: GenerateRequest, prefill: str, now: float, *, without: Collection[str] = ()
@@ -173,7 +176,7 @@ class RouteChooser:
         # Without the shift both sides' turns would go round together: of 2 x 2 pairs only two would ever be used.
         turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
         self._decode_turn += 1
-        return self._choose("decode", request, engines, turn)
+        return self._choose(engines, turn, lambda: self._holdings.cached(request))
 
     def _order(self, prefill: str, decode: str) -> Order:
         """How the two hand over. Raises EngineUnavailable where they have no order in common."""
@@ -186,34 +189,18 @@ class RouteChooser:
         self._prefill_turn += 1
         return self._prefill_turn - 1
 
-    def uncached_tokens(self, request: GenerateRequest, engine: str, offer: Offer | None = None) -> int:
-        """Prompt tokens that the engine will have to compute, as far as is known, those that it loads from a tier or
-        from another engine for the time that they take; a block at least.
-        """
-        keys = self._keys(request)
-        reached = max(self._tiers.match_one(engine, keys), 0 if offer is None else offer.num_tokens)
-        cached = with_lower_tier(self._index.match_one(engine, keys), reached)
-        return max(len(request.prompt_token_ids) - cached, HASH_BLOCK_SIZE)
-
     def _candidates(self, side: Side, now: float, without: Collection[str]) -> list[EngineView]:
         """Engines that may be asked; the fleet passes over those in `without` only where others are left."""
         engines = self._fleet.candidates(side, now, without=tuple(without))
         return [engine for engine in engines if engine.name not in without]
 
-    def _choose(self, side: Side, request: GenerateRequest, engines: Sequence[EngineView], turn: int) -> str:
-        return self.policy(Snapshot(engines, turn, self._rng, lambda: self._match(side, request))).name
+    def _choose(self, engines: Sequence[EngineView], turn: int, match: Callable[[], Mapping[str, int]]) -> str:
+        """`match`: prompt tokens that are not computed, by engine. (On the decode side none are: only its own blocks
+        count.)
+        """
+        return self.policy(Snapshot(engines, turn, self._rng, match)).name
 
-    def _match(self, side: Side, request: GenerateRequest) -> Mapping[str, int]:
-        """Prompt tokens that are not computed, by engine. (On the decode side none are: only its own blocks count.)"""
-        keys = self._keys(request)
-        cached = self._index.match(keys)
-        if side == "prefill":
-            for engine, num_tokens in self._tiers.match(keys).items():
-                cached[engine] = with_lower_tier(cached.get(engine, 0), num_tokens)
-        return cached
-
-    def _keys(self, request: GenerateRequest) -> Sequence[bytes]:
-        """Of the prompt's full blocks."""
-        card = self._fleet.cards()[0]  # what keys depend on is the same in all
-        root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
-        return request.keys.of(root, request.prompt_token_ids)
+    def _choose_prefill(self, request: GenerateRequest, engines: Sequence[EngineView], now: float) -> str:
+        names = [engine.name for engine in engines]
+        turn = self._next_prefill_turn()
+        return self._choose(engines, turn, lambda: self._holdings.worth(request, names, now))

@@ -2,14 +2,17 @@
 
 Kept from what engines say (TierEvents), as hints: what is wrong here costs a load or a computation. A tier is a table
 of keys, each standing for the end of so many tokens; a match is a walk along the prompt's own keys, from end to end.
+
+A tier may consist of several stores, the fastest first, which keep the values used last. Evictions are not told, so a
+value is taken to be in the first part that has room for all that was told since.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.wire.messages import TierEvents
+from pdkv.wire.messages import TierEvents, TierPart
 
 MAX_TIERS = 256
 """Of all engines together; what is said of further ones is refused."""
@@ -23,6 +26,19 @@ MAX_KEYS_PER_MESSAGE = 1 << 14
 """Beyond what any engine sends: the event loop handles a message at once."""
 
 
+class Reach(NamedTuple):
+    """The longest prefix of a prompt that lies in one tier."""
+
+    engines: Collection[str]  # that reach it
+    tokens_per_value: int
+    parts: Sequence[str]  # by value, where it is read: a name of LoadReport.connectors; empty: not known
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prefix."""
+        return len(self.parts) * self.tokens_per_value
+
+
 class _Tier:
     """One tier and the engines that reach it."""
 
@@ -30,26 +46,62 @@ class _Tier:
         self.medium = medium
         self.owner = owner  # the only engine that reaches it; empty: whoever names it
         self.tokens_per_key = tokens_per_key
-        self.engines: set[str] = set()
-        self.keys: OrderedDict[bytes, None] = OrderedDict()
+        self.engines: dict[str, Sequence[TierPart]] = {}  # what each says that it consists of
+        self.keys: OrderedDict[bytes, int] = OrderedDict()  # how many were told before each
+        self._num_told = 0
+        self.parts: list[TierPart] = []  # with the capacities of all engines
 
-    def apply(self, events: TierEvents) -> None:
+    def apply(self, engine: str, events: TierEvents) -> None:
         keys = self.keys
         for key in events.removed:
             keys.pop(key, None)
         for key in events.stored:
-            keys[key] = None
+            keys[key] = self._num_told
             keys.move_to_end(key)
+            self._num_told += 1
         most = MAX_OWN_KEYS if self.owner else MAX_SHARED_KEYS
         while len(keys) > most:
             keys.popitem(last=False)
+        if self.engines.get(engine) != events.parts:
+            self.engines[engine] = events.parts
+            self._add_up()
+
+    def leave(self, engine: str) -> None:
+        if self.engines.pop(engine, None):
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """What one engine has no bound for, nobody has."""
+        told = [part for parts in self.engines.values() for part in parts]
+        capacities: dict[str, list[int]] = {}
+        for part in told:
+            capacities.setdefault(part.name, []).append(part.capacity)
+        self.parts = [TierPart(name, sum(each) if all(each) else 0) for name, each in capacities.items()]
+
+    def match(self, keys: Sequence[bytes]) -> Reach:
+        known, step = self.keys, self.tokens_per_key // HASH_BLOCK_SIZE
+        parts: list[str] = []
+        for end in range(step - 1, len(keys), step):
+            told = known.get(keys[end])
+            if told is None:
+                break
+            parts.append(self._part_of(self._num_told - told))
+        return Reach(self.engines, self.tokens_per_key, parts)
+
+    def _part_of(self, num_since: int) -> str:
+        """Where a value is that was told before `num_since` others."""
+        name = ""
+        for part in self.parts:
+            name = part.name
+            if not part.capacity or num_since <= part.capacity:
+                break
+        return name
 
 
 class TierIndex:
     """Tiers by name. A tier is forgotten with the last engine that reaches it."""
 
-    def __init__(self, hash_block_size: int = HASH_BLOCK_SIZE) -> None:
-        self.hash_block_size = hash_block_size
+    def __init__(self) -> None:
         self.num_refused = 0  # messages: too many tiers or keys, or cut otherwise than for the tier's other engines
         self._engines: set[str] = set()
         self._tiers: dict[tuple[str, str], _Tier] = {}  # by (medium, owner)
@@ -66,7 +118,7 @@ class TierIndex:
         name = (events.medium, "" if events.shared else engine)
         tier = self._tiers.get(name)
         step = events.tokens_per_key
-        if step % self.hash_block_size or len(events.stored) + len(events.removed) > MAX_KEYS_PER_MESSAGE:
+        if step % HASH_BLOCK_SIZE or len(events.stored) + len(events.removed) > MAX_KEYS_PER_MESSAGE:
             return self._refuse()
         if tier is None:
             if len(self._tiers) >= MAX_TIERS:
@@ -74,8 +126,7 @@ class TierIndex:
             tier = self._tiers[name] = _Tier(*name, step)
         elif tier.tokens_per_key != step:
             return self._refuse()
-        tier.engines.add(engine)
-        tier.apply(events)
+        tier.apply(engine, events)
         return True
 
     def _refuse(self) -> bool:
@@ -86,33 +137,14 @@ class TierIndex:
         """The engine is gone. What it told of a shared tier stays, as long as another engine reaches it. Idempotent."""
         self._engines.discard(engine)
         for name, tier in list(self._tiers.items()):
-            tier.engines.discard(engine)
+            tier.leave(engine)
             if not tier.engines:
                 del self._tiers[name]
 
-    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Tokens of the longest prefix of `keys` that each engine reaches in one tier; without those of none."""
-        found: dict[str, int] = {}
-        for tier in self._tiers.values():
-            num_tokens = self._match(tier, keys)
-            if num_tokens:
-                for engine in tier.engines:
-                    found[engine] = max(found.get(engine, 0), num_tokens)
-        return found
-
-    def match_one(self, engine: str, keys: Sequence[bytes]) -> int:
-        """Tokens of the longest prefix of `keys` that this engine reaches in one tier."""
-        own = (tier for tier in self._tiers.values() if engine in tier.engines)
-        return max((self._match(tier, keys) for tier in own), default=0)
-
-    def _match(self, tier: _Tier, keys: Sequence[bytes]) -> int:
-        known, step = tier.keys, tier.tokens_per_key // self.hash_block_size
-        num_found = 0
-        for end in range(step - 1, len(keys), step):
-            if keys[end] not in known:
-                break
-            num_found += 1
-        return num_found * tier.tokens_per_key
+    def match(self, keys: Sequence[bytes]) -> list[Reach]:
+        """The longest prefix of `keys` in each tier; without those of none."""
+        reaches = (tier.match(keys) for tier in self._tiers.values())
+        return [reach for reach in reaches if reach.parts]
 
     def describe(self) -> list[Mapping[str, Any]]:
         """JSON-ready, a row per tier."""
@@ -123,6 +155,7 @@ class TierIndex:
                 "engines": sorted(tier.engines),
                 "tokens_per_key": tier.tokens_per_key,
                 "keys": len(tier.keys),
+                "parts": [{"name": part.name, "capacity": part.capacity} for part in tier.parts],
             }
             for tier in self._tiers.values()
         ]

@@ -254,13 +254,22 @@ Reuse = Literal["auto", "always", "never"]
 """When an engine that runs a prompt reads what another engine has of it."""
 
 
+LocalTurns = Literal["auto", "always", "never"]
+"""Whether a decode engine computes what it lacks of a prompt that it has nearly all of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReuseConfig:
-    """What is read from other engines' caches instead of being computed again (docs/kv-hierarchy.md)."""
+    """What is done with KV that some engine has cached already (docs/kv-hierarchy.md)."""
 
     kv_reuse: Reuse = option(
         "auto",
         "whether prefill reads KV that another engine has cached; auto: where that takes less time than computing it",
+    )
+    local_turns: LocalTurns = option(
+        "auto",
+        "whether a decode engine that has nearly all of a prompt computes the rest itself; auto: where that takes less "
+        "time than prefill and a hand-off; with policy prefix_aware only",
     )
 
 

@@ -31,6 +31,11 @@ class Line:
         """Whether anything was measured."""
         return self._n > 0
 
+    @property
+    def mean(self) -> float:
+        """Seconds per unit of the amount, what nothing takes included; of no measurement 0."""
+        return self._y / self._x if self.known else 0.0
+
     def fit(self) -> tuple[float, float]:
         """(seconds of nothing, seconds per unit of the amount); of no measurement (0, 0)."""
         if not self.known:
@@ -41,4 +46,4 @@ class Line:
             intercept = (self._y - slope * self._x) / self._n
             if slope >= 0 and intercept >= 0:
                 return intercept, slope
-        return 0.0, self._y / self._x
+        return 0.0, self.mean

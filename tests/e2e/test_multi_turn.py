@@ -120,3 +120,28 @@ def test_a_turn_computes_what_is_new(served: Path, turns: list[Turn], connector:
         for turn in rest[1:]:
             check_reused(deployment, turn)
         assert read_books(deployment).of("kv_load_failures", "prefill") == 0, deployment.log
+
+
+@pytest.mark.parametrize("connector", ["nixl", pytest.param("shared_memory", marks=pytest.mark.slow)])
+def test_a_turn_goes_to_its_kv(served: Path, turns: list[Turn], connector: str) -> None:
+    """The decode engine that has nearly all of it computes the rest; where that was killed, prefill does."""
+    first, second, third, *rest = turns
+    with launches(served) as launch:
+        deployment = launch("--prefill", "1", "--decode", "1", "--local-turns", "always", *CONNECTORS[connector])
+        take(deployment, first)
+        before = settled_books(deployment, lambda now: now.total("decode") == len(first.prompt))
+        check_reused(deployment, second)
+        check_reused(deployment, third)
+        books = settled_books(deployment, lambda now: now.total("decode") > before.total("decode")) - before
+        assert books.total("prefill") == 0
+        assert num_local_turns(deployment) == 2
+        kill(deployment, "decode-0")
+        take(deployment, rest[0])
+        assert num_local_turns(deployment) == 2
+        check_reused(deployment, rest[1])
+        assert num_local_turns(deployment) == 3
+
+
+def num_local_turns(deployment: Running) -> int:
+    [line] = [x for x in deployment.get("/metrics").text.splitlines() if x.startswith("pdkv_local_turns_total ")]
+    return int(float(line.split()[1]))

@@ -65,7 +65,8 @@ def test_a_hit_in_a_slower_tier_is_copied_into_the_faster_ones(tiers: TieredStor
     assert [tier.num_promoted for tier in tiers.tiers] == [2, 2, 0]
     assert get(tiers, b"a", b"c") == [True, True]
     assert [tier.num_hits for tier in tiers.tiers] == [2, 0, 2]
-    assert tiers.count_tiers() == {"0-memory": (2, 0, Held()), "1-redis": (0, 0, Held()), "2-file": (2, 0, Held())}
+    told = {name: (tier.hits, tier.failures, tier.held) for name, tier in tiers.count_tiers().items()}
+    assert told == {"0-memory": (2, 0, Held()), "1-redis": (0, 0, Held()), "2-file": (2, 0, Held())}
 
 
 def test_a_full_fast_tier_does_not_hinder(tmp_path: Path) -> None:
@@ -150,3 +151,11 @@ def test_what_is_there_for_all_is_told_from_what_this_process_has(server: RedisS
         redis.delete(KEYS[:1])
         assert store.contains(KEYS) == [True] * len(KEYS)
         assert store.contains_for_all(KEYS) == [False] + [True] * (len(KEYS) - 1)
+
+
+def test_reads_of_a_tier_are_measured_by_the_bytes_that_it_had(tiers: TieredStore) -> None:
+    tiers.tiers[2].store.put(items(*KEYS))
+    assert get(tiers, b"a", b"c") == [True, True]
+    reads = {name: tier.read for name, tier in tiers.count_tiers().items()}
+    assert [read.num_bytes for read in reads.values()] == [0, 0, 2 * SIZE]
+    assert all(read.seconds > 0 for read in reads.values())

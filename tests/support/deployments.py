@@ -210,7 +210,8 @@ def launches(model: Path) -> Iterator[Launch]:
 
         `engine`: flags of a `pd engine` decode-b, which it finds by TCP.
         """
-        own = ["--port", "0", "--probe-interval-s", "0"]  # the books of engines are compared
+        own = ["--port", "0"]
+        own += ["--probe-interval-s", "0", "--local-turns", "never"]  # the books of engines are compared
         address = ("127.{}.{}.{}".format(*(64 + os.getpid()).to_bytes(3)), 7000 + 2 * len(running))
         if engine is not None:
             (key := keys / f"{len(running)}.key").touch(mode=0o600)

@@ -506,6 +506,17 @@ class KVEvents(Message, frozen=True):
     more: bool = False  # the next part has the same number
 
 
+class TierPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of the stores that a tier consists of."""
+
+    name: Text  # in LoadReport.connectors, behind the connector's name; empty: the tier is this store alone
+    capacity: Count = 0  # keys told last that it has, of this engine's; 0: it is not known to evict any
+
+    def under(self, name: str) -> "TierPart":
+        """The same as a part of `name`."""
+        return TierPart(f"{name}/{self.name}" if self.name else name, self.capacity)
+
+
 class TierEvents(Message, frozen=True):
     """What is to be had from a tier below the engine's cache, and what no longer is (docs/kv-stores.md).
 
@@ -518,6 +529,12 @@ class TierEvents(Message, frozen=True):
     tokens_per_key: Size  # a key is the block key at the end of so many tokens; other ends are not told
     removed: BlockKeys = []
     stored: BlockKeys = []
+    parts: Annotated[list[TierPart], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # fastest first; empty: not known
+
+    def under(self, name: str) -> "TierEvents":
+        """The same of a tier that is a part of `name`."""
+        medium = f"{name}/{self.medium}"[:MAX_MEDIUM_CHARS]
+        return msgspec.structs.replace(self, medium=medium, parts=[part.under(name) for part in self.parts])
 
 
 class TierAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -583,6 +600,8 @@ class ConnectorStats(msgspec.Struct, frozen=True):
     fallbacks: Count = 0  # loads that another part took over when this one's failed
     tier_hits: Count = 0  # values that were read from a tier
     tier_failures: Count = 0  # calls of a tier that failed, or that it was spared after a failure
+    read_bytes: Count = 0  # that a store, or a tier of one, had
+    read_seconds: Seconds = 0.0  # in which a rank was reading there
     damaged_values: Count = 0  # that were not what had been saved
     corrupted_transfers: Count = 0  # failed: what arrived was not what the peer had
     paths: Annotated[dict[Id, Id], Meta(max_length=MAX_CARDS)] = {}  # by which KV of these peers is read

@@ -1,5 +1,8 @@
 """What a store connector tells of its store: what was saved, loaded or missed here, by its first KV group's keys."""
 
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 import torch
 from store_rig import Engine, FaultyStore, MakeEngine, chain, prefill, scattered, view
@@ -7,10 +10,12 @@ from store_rig import Engine, FaultyStore, MakeEngine, chain, prefill, scattered
 from pdkv.connectors.store import news as store_news
 from pdkv.errors import StoreUnavailable
 from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.wire.messages import KVGroup, TierEvents
+from pdkv.wire.messages import KVGroup, TierEvents, TierPart
 
 
 def told(engine: Engine) -> tuple[list[bytes], list[bytes]]:
@@ -26,7 +31,7 @@ def ends(num_tokens: int, salt: str = "0") -> list[bytes]:
 
 def test_the_first_call_says_that_there_is_a_store(make: MakeEngine) -> None:
     engine = make()
-    assert list(engine.scheduler.take_events()) == [TierEvents("store", True, 64)]
+    assert list(engine.scheduler.take_events()) == [TierEvents("store", True, 64, parts=[TierPart("")])]
     assert list(engine.scheduler.take_events()) == []
 
 
@@ -122,7 +127,8 @@ def test_engines_of_unequal_blocks_name_the_same_ends(make: MakeEngine) -> None:
     groups = (KVGroup((0, 1)), KVGroup((2,), 40))
     small, large = (make(f"e{size}", block_size=size, groups=groups, tokens_per_value="16") for size in (16, 32))
     assert [engine.connectors[0].cut.hit_tokens for engine in (small, large)] == [16, 32]
-    assert list(small.scheduler.take_events()) == list(large.scheduler.take_events()) == [TierEvents("store", True, 16)]
+    told_first = [TierEvents("store", True, 16, parts=[TierPart("")])]
+    assert list(small.scheduler.take_events()) == list(large.scheduler.take_events()) == told_first
 
 
 def test_stores_say_what_they_lie_on_and_whether_others_reach_it() -> None:
@@ -130,3 +136,27 @@ def test_stores_say_what_they_lie_on_and_whether_others_reach_it() -> None:
     assert (FileStore.medium, FileStore.is_shared) == ("disk", True)
     assert (RedisStore.medium, RedisStore.is_shared) == ("store", True)
     assert (TieredStore.medium, TieredStore.is_shared) == ("store", True)
+
+
+def test_what_a_store_consists_of_is_told_with_the_room_that_each_part_has(tmp_path: Path) -> None:
+    host = HostStore(tmp_path / "kv", StoreOptions(capacity=1 << 20))
+    with closing(Engine(TieredStore([host, MemoryStore()]))) as engine:
+        [events] = engine.scheduler.take_events()
+        room = host.count_held().capacity // (64 * engine.layout.token_bytes)
+    assert room > 0
+    assert events.parts == [TierPart("0-host", room), TierPart("1-memory")]
+    assert events.under("1-store").parts == [TierPart("1-store/0-host", room), TierPart("1-store/1-memory")]
+    assert TierEvents("store", True, 64, parts=[TierPart("")]).under("1-store").parts == [TierPart("1-store")]
+
+
+def test_reads_of_each_part_are_measured_and_named_as_the_parts_are() -> None:
+    tiers = TieredStore([MemoryStore(), MemoryStore()])
+    with closing(Engine(tiers, "p")) as writer, closing(Engine(tiers, "o")) as reader:
+        prefill(writer, 256)
+        request = view("u", num_tokens=257, salt="0")
+        assert reader.ask(request) == 256
+        assert not reader.load(request, scattered(256, 16), 256).code
+        stats = reader.worker.get_stats()
+    assert stats["0-memory"].read_bytes == stats[""].read_bytes > 0
+    assert 0 < stats["0-memory"].read_seconds <= stats[""].read_seconds
+    assert not stats["1-memory"].read_bytes

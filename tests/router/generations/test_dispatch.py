@@ -469,9 +469,9 @@ def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
         backends["prefill-1"].say(TierEvents("disk", True, 64))
         (tier,) = system.dispatcher.topology()["router"]["tiers"]
         assert tier == {"medium": "disk", "shared": True, "tokens_per_key": 64, "keys": 1,
-                        "engines": ["prefill-0", "prefill-1"]}  # fmt: skip
+                        "engines": ["prefill-0", "prefill-1"], "parts": []}  # fmt: skip
         assert {(await check_right(system, request)).prefill_engine for _ in range(3)} == {"prefill-0"}
-        assert system.dispatcher._routes.uncached_tokens(request, "prefill-1") == HASH_BLOCK_SIZE
+        assert system.dispatcher._holdings.uncached_tokens(request, "prefill-1") == HASH_BLOCK_SIZE
         backends["prefill-0"].die()
         assert system.dispatcher.topology()["router"]["tiers"][0]["engines"] == ["prefill-1"]
 

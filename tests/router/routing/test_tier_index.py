@@ -4,7 +4,7 @@ import pytest
 
 from pdkv.router.routing import tier_index
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import TierEvents
+from pdkv.wire.messages import TierEvents, TierPart
 
 KEYS = [bytes([i]) * 16 for i in range(32)]  # of a prompt of 512 tokens
 ENDS = KEYS[3::4]  # where values of 64 tokens end
@@ -21,37 +21,44 @@ def index_of(*engines: str) -> TierIndex:
     return index
 
 
+def matches(index: TierIndex, keys: list[bytes] = KEYS) -> dict[str, int]:
+    """Tokens of the longest prefix that each engine reaches in one tier."""
+    found: dict[str, int] = {}
+    for reach in index.match(keys):
+        for engine in reach.engines:
+            found[engine] = max(found.get(engine, 0), reach.num_tokens)
+    return found
+
+
 def test_what_one_engine_stored_every_engine_reaches_that_names_the_tier() -> None:
     index = index_of("a", "b", "c")
     assert index.apply("a", disk(stored=ENDS[:3]))
     assert index.apply("b", disk())
-    assert index.match(KEYS) == {"a": 192, "b": 192}
-    assert [index.match_one(engine, KEYS) for engine in "abc"] == [192, 192, 0]
-    assert index.match(KEYS[:7]) == {"a": 64, "b": 64}, "of a shorter prompt the whole values"
+    assert matches(index) == {"a": 192, "b": 192}
+    assert matches(index, KEYS[:7]) == {"a": 64, "b": 64}, "of a shorter prompt the whole values"
 
 
 def test_a_tier_of_an_engines_own_is_nobody_elses() -> None:
     index = index_of("a", "b")
     assert index.apply("a", TierEvents("memory", False, 16, stored=KEYS[:5]))
     assert index.apply("b", TierEvents("memory", False, 64, stored=ENDS[:1]))  # it may cut otherwise
-    assert index.match(KEYS) == {"a": 80, "b": 64}
+    assert matches(index) == {"a": 80, "b": 64}
 
 
 def test_of_several_tiers_the_longest_match_counts() -> None:
     index = index_of("a")
     index.apply("a", disk(stored=ENDS[:2]))
     index.apply("a", TierEvents("0-store/store", True, 32, stored=KEYS[1:12:2]))
-    assert index.match(KEYS) == {"a": 192}
-    assert index.match_one("a", KEYS) == 192
+    assert matches(index) == {"a": 192}
 
 
 def test_what_anybody_finds_missing_is_missing_for_all() -> None:
     index = index_of("a", "b")
     index.apply("a", disk(stored=ENDS))
     index.apply("b", disk(removed=[ENDS[2], b"never told"]))
-    assert index.match(KEYS) == {"a": 128, "b": 128}
+    assert matches(index) == {"a": 128, "b": 128}
     index.apply("b", disk(stored=[ENDS[2]]))
-    assert index.match(KEYS) == {"a": 512, "b": 512}
+    assert matches(index) == {"a": 512, "b": 512}
 
 
 def test_a_shared_tier_outlives_the_engine_that_filled_it_and_not_the_last_that_reaches_it() -> None:
@@ -59,7 +66,7 @@ def test_a_shared_tier_outlives_the_engine_that_filled_it_and_not_the_last_that_
     index.apply("a", disk(stored=ENDS))
     index.apply("b", disk())
     index.remove_engine("a")
-    assert index.match(KEYS) == {"b": 512}
+    assert matches(index) == {"b": 512}
     index.remove_engine("b")
     assert index.describe() == []
     assert index.apply("b", disk(stored=ENDS)), "what a connection still brings of an engine that is gone is skipped"
@@ -71,9 +78,9 @@ def test_an_engine_that_comes_again_has_to_say_again_what_it_reaches() -> None:
     for engine in ("a", "b"):
         index.apply(engine, disk(stored=ENDS))
     index.add_engine("a")
-    assert index.match(KEYS) == {"b": 512}
+    assert matches(index) == {"b": 512}
     index.apply("a", disk())
-    assert index.match(KEYS) == {"a": 512, "b": 512}
+    assert matches(index) == {"a": 512, "b": 512}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ def test_what_cannot_be_is_refused_and_counted(events: TierEvents) -> None:
     index.apply("a", disk(stored=ENDS[:1]))
     assert not index.apply("liar", events)
     assert index.num_refused == 1
-    assert index.match(KEYS) == {"a": 64}
+    assert matches(index) == {"a": 64}
 
 
 def test_tiers_and_their_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +108,7 @@ def test_tiers_and_their_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     index = index_of("a")
     index.apply("a", disk(stored=ENDS[:4]))
     index.apply("a", disk(stored=[ENDS[0], ENDS[4]]))  # the one told longest ago goes
-    assert index.match(KEYS) == {"a": 64}
+    assert matches(index) == {"a": 64}
     index.apply("a", TierEvents("memory", False, 16, stored=KEYS))
     assert [row["keys"] for row in index.describe()] == [4, 2]
     assert not index.apply("a", TierEvents("third", True, 16, stored=KEYS))
@@ -109,3 +116,35 @@ def test_tiers_and_their_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert [(row["medium"], row["shared"], row["engines"]) for row in index.describe()] == [
         ("disk", True, ["a"]), ("memory", False, ["a"]),
     ]  # fmt: skip
+
+
+# --- tiers of several stores ------------------------------------------------------------------------------------------
+
+
+def parts_of(index: TierIndex) -> list[str]:
+    """Where each value of the prompt is read."""
+    [reach] = index.match(KEYS)
+    return list(reach.parts)
+
+
+def test_what_was_told_last_is_in_the_first_part_as_far_as_it_has_room() -> None:
+    index = index_of("a", "b")
+    fast, slow = TierPart("host", capacity=2), TierPart("redis", capacity=5)
+    index.apply("a", TierEvents("store", True, 64, stored=ENDS[:7], parts=[fast, slow]))
+    assert parts_of(index) == ["redis"] * 5 + ["host"] * 2, "the last part has what the others have not"
+    index.apply("b", TierEvents("store", True, 64, parts=[fast, slow]))
+    assert parts_of(index) == ["redis"] * 3 + ["host"] * 4, "both engines' memory is read by both"
+    index.apply("a", TierEvents("store", True, 64, stored=ENDS[:1], parts=[fast, slow]))
+    assert parts_of(index) == ["host"] + ["redis"] * 3 + ["host"] * 3
+    index.remove_engine("b")
+    assert parts_of(index) == ["host"] + ["redis"] * 5 + ["host"]
+
+
+def test_a_part_without_a_bound_has_everything() -> None:
+    index = index_of("a", "b")
+    index.apply("a", TierEvents("store", True, 64, stored=ENDS, parts=[TierPart("redis")]))
+    assert parts_of(index) == ["redis"] * 8
+    index.apply("b", TierEvents("store", True, 64))  # an older engine does not say
+    assert parts_of(index) == ["redis"] * 8
+    index.remove_engine("a")
+    assert parts_of(index) == [""] * 8

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from pdkv.router.routing.policies import EngineView, Snapshot, prefix_aware
-from pdkv.router.routing.route_chooser import LOADED_SHARE, with_lower_tier
+from pdkv.router.routing.reuse import LOADED_SHARE, saved_tokens
 
 NUM_ENGINES, NUM_FAMILIES = 4, 16
 SHARED, OWN = 2048, 256  # tokens of a prompt that its family shares, and others
@@ -38,8 +38,8 @@ def simulate(*, knows_store: bool, utilization: float) -> Waits:
         match = {}
         for engine, cache in enumerate(caches):
             cached = SHARED if family in cache else 0
-            reached = SHARED if knows_store else 0
-            match[str(engine)] = with_lower_tier(cached, reached)
+            loaded = SHARED - cached if knows_store else 0
+            match[str(engine)] = cached + saved_tokens(loaded, None, None)
             queues[engine] = [entry for entry in queues[engine] if entry[0] > now]
         views = [EngineView(str(e), sum(tokens for _, tokens in queue)) for e, queue in enumerate(queues)]
         chosen = int(prefix_aware(Snapshot(views, turn, rng, lambda match=match: match)).name)  # type: ignore[misc]

@@ -168,6 +168,7 @@ def run(plan: Plan, model: Path, expected: Sequence[Expected]) -> Report:
     journal = Journal()
     count = str(NUM_EACH)
     flags = ["--prefill", count, "--decode", count, "--prefill-tp", str(ranks[0]), "--decode-tp", str(ranks[1])]
+    flags += ["--local-turns", "auto"]
     deployment: Running | None = None
     try:
         with _disk(plan) as disk, choose(plan.backend, disk) as chosen, launches(model) as launch:

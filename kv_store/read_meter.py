@@ -1,0 +1,51 @@
+"""How fast a store is read: bytes, and the seconds in which somebody was reading."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class ReadTime(NamedTuple):
+    """Since the start."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class ReadMeter:
+    """Threads may share it. Reads at the same time share their seconds, as they share the way to the store."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._num_reading = 0
+        self._since = 0.0  # when the first of those who read now began
+        self._total = ReadTime()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a read, whatever becomes of it."""
+        with self._lock:
+            if not self._num_reading:
+                self._since = self._now()
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+                if not self._num_reading:
+                    self._total = self._total._replace(seconds=self._total.seconds + self._now() - self._since)
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes were found."""
+        with self._lock:
+            self._total = self._total._replace(num_bytes=self._total.num_bytes + num_bytes)
+
+    @property
+    def total(self) -> ReadTime:
+        """What is over; never blocks for longer than a moment."""
+        with self._lock:
+            return self._total

@@ -1,0 +1,146 @@
+"""What engines have of a prompt, or can load, and what that is worth: in tokens that they need not compute.
+
+A token of an engine's own cache is worth one. What it would load, from a tier below the caches or from another engine,
+is worth the tokens less those that it could compute in the time of the load (reuse.py).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
+from pdkv.config import Reuse
+from pdkv.router.engines.fleet import Fleet
+from pdkv.router.generations.request import GenerateRequest, Offer
+from pdkv.router.routing.prefix_index import PrefixIndex
+from pdkv.router.routing.reuse import Costs, saved_tokens
+from pdkv.router.routing.tier_index import Reach, TierIndex
+from pdkv.wire.messages import EngineCard
+
+
+class Holdings:
+    """Of all engines, as far as one router knows.
+
+    Args:
+        reuse: when an engine reads what others have cached; auto: where that takes less time than computing it.
+    """
+
+    def __init__(self, fleet: Fleet, index: PrefixIndex, tiers: TierIndex, reuse: Reuse) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._tiers = tiers
+        self._reuse = reuse
+
+    def cached(self, request: GenerateRequest) -> Mapping[str, int]:
+        """Prompt tokens in each engine's own cache; without those of none."""
+        return self._index.match(self._keys(request))
+
+    def worth(self, request: GenerateRequest, engines: Collection[str], now: float) -> Mapping[str, int]:
+        """Prompt tokens that each of these engines need not compute."""
+        keys = self._keys(request)
+        cached, reaches = self._index.match(keys), self._tiers.match(keys)
+        holders = self._holders(request, cached)
+        found: dict[str, int] = {}
+        for engine in engines:
+            own = cached.get(engine, 0)
+            loan = self._find_lender(holders, engine, own, now) if self._may_borrow(request, engine) else None
+            found[engine] = self._worth(engine, own, reaches, 0 if loan is None else loan[0])
+        return found
+
+    def uncached_tokens(self, request: GenerateRequest, engine: str, offer: Offer | None = None) -> int:
+        """Prompt tokens that the engine will have to compute, as far as is known, those that it loads from a tier or
+        from another engine for the time that they take; a block at least.
+        """
+        keys = self._keys(request)
+        own, lent = self._index.match_one(engine, keys), 0 if offer is None else offer.num_tokens
+        return max(
+            len(request.prompt_token_ids) - self._worth(engine, own, self._tiers.match(keys), lent), HASH_BLOCK_SIZE
+        )
+
+    def find_offer(self, request: GenerateRequest, borrower: str, now: float) -> Offer | None:
+        """What another engine has of the prompt, if `borrower` reads it sooner than it computes it."""
+        if not self._may_borrow(request, borrower):
+            return None
+        keys = self._keys(request)
+        cached = self._index.match(keys)
+        reached = (reach.num_tokens for reach in self._tiers.match(keys) if borrower in reach.engines)
+        own = max(cached.get(borrower, 0), *reached, 0)
+        best = self._find_lender(self._holders(request, cached), borrower, own, now)
+        if best is None:
+            return None
+        num_tokens, lender = best
+        if self._reuse == "always":
+            return Offer(lender, num_tokens)
+        costs = self._loan_costs(borrower, num_tokens - own)
+        return Offer(lender, num_tokens, costs.load_timeout_s, costs.compute_s or 0.0) if costs.prefers_load else None
+
+    def handoff_s(self, decode: str, num_tokens: int) -> float:
+        """Seconds in which so many tokens are handed over to a decode engine; 0: not known."""
+        return self._fleet.speeds.load_s(self._num_bytes(decode, num_tokens))
+
+    # --- loans ----------------------------------------------------------------------------------------------------
+
+    def _may_borrow(self, request: GenerateRequest, engine: str) -> bool:
+        if self._reuse == "never" or request.probe or request.params.prompt_logprobs is not None:
+            return False  # the last two: whose logits must be computed
+        card = self._fleet.engines[engine].card
+        return card is not None and card.lends
+
+    def _holders(self, request: GenerateRequest, cached: Mapping[str, int]) -> list[tuple[int, str]]:
+        """(tokens that can be lent, engine), most first: one token of the prompt is computed in any case."""
+        most = (len(request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE
+        return sorted(((min(num_tokens, most), name) for name, num_tokens in cached.items()), reverse=True)
+
+    def _find_lender(
+        self, holders: Sequence[tuple[int, str]], borrower: str, own: int, now: float
+    ) -> tuple[int, str] | None:
+        """Who has most beyond the first `own` tokens, and may be asked for it."""
+        for num_tokens, name in holders:
+            if num_tokens <= own:
+                break
+            if name != borrower and self._fleet.can_lend(name, borrower, now):
+                return num_tokens, name
+        return None
+
+    def _loan_costs(self, borrower: str, num_tokens: int) -> Costs:
+        return self._fleet.speeds.costs(borrower, num_tokens, self._num_bytes(borrower, num_tokens))
+
+    def _num_bytes(self, engine: str, num_tokens: int) -> int:
+        """Of all ranks."""
+        layout = self._card_of(engine).layout
+        return num_tokens * layout.token_bytes * layout.kv_heads_of_all_ranks // layout.num_kv_heads
+
+    # --- what it is worth -----------------------------------------------------------------------------------------
+
+    def _worth(self, engine: str, own: int, reaches: Sequence[Reach], lent: int) -> int:
+        """`own`: tokens that the engine has itself; `lent`: those that another one has, which it may borrow."""
+        token_s = self._fleet.speeds.token_s(engine)
+        ways = [0]
+        for reach in reaches:
+            if engine in reach.engines and reach.num_tokens > own:
+                load_s = self._tier_load_s(engine, reach, own)
+                ways.append(saved_tokens(reach.num_tokens - own, load_s, token_s))
+        if lent > own:
+            ways.append(saved_tokens(lent - own, self._loan_costs(engine, lent - own).load_s, token_s))
+        return own + max(ways)
+
+    def _tier_load_s(self, engine: str, reach: Reach, own: int) -> float | None:
+        """Seconds in which the engine loads what the tier has behind the first `own` tokens; None: not known."""
+        value_bytes = reach.tokens_per_value * self._card_of(engine).layout.token_bytes
+        seconds = 0.0
+        for part, num_values in Counter(reach.parts[own // reach.tokens_per_value :]).items():
+            byte_s = self._fleet.speeds.byte_s(part)
+            if byte_s is None:
+                return None
+            seconds += num_values * value_bytes * byte_s
+        return seconds
+
+    def _card_of(self, engine: str) -> EngineCard:
+        card = self._fleet.engines[engine].card
+        assert card is not None, f"{engine} has never been ready"
+        return card
+
+    def _keys(self, request: GenerateRequest) -> Sequence[bytes]:
+        """Of the prompt's full blocks."""
+        card = self._fleet.cards()[0]  # what keys depend on is the same in all
+        root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
+        return request.keys.of(root, request.prompt_token_ids)
