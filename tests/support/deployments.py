@@ -74,6 +74,7 @@ class Running:
         self.elsewhere: list[Running] = []  # engines that were started by themselves
         self.listen: tuple[str, int] | None = None  # such an engine's address
         self._new_lines: queue.Queue[str | None] = queue.Queue()
+        self._shared_files = shared_memory_files()
         self.process = subprocess.Popen(
             enter(sys.executable, "-P", "-m", "pdkv.cli", command, *arguments),
             env={**os.environ, "TMPDIR": str(directory), MARK: self.mark, **environment},
@@ -156,7 +157,7 @@ class Running:
         if not killed:
             left = [path.name for path in self.directory.iterdir() if not _is_of_running_launch(path)]
             assert not left, f"left behind: {left}\n{self.log}"
-        assert not [entry for entry in os.listdir("/dev/shm") if "pdkv" in entry]
+        assert not shared_memory_files() - self._shared_files, "left behind in /dev/shm"
         return code
 
     def survivors(self) -> list[psutil.Process]:
@@ -182,6 +183,11 @@ class Running:
         for process in self.survivors():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def shared_memory_files() -> set[str]:
+    """Named files of this project in shared memory, anybody's."""
+    return {name for name in os.listdir("/dev/shm") if "pdkv" in name}
 
 
 def _is_of_running_launch(path: Path) -> bool:

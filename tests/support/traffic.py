@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import httpx
 import psutil
-from deployments import NO_AUTHORITIES, Running
+from deployments import NO_AUTHORITIES, Running, shared_memory_files
 
 BOUND_S = 60.0
 """A client that waits longer has been left hanging."""
@@ -226,7 +226,7 @@ def holdings(deployment: Running) -> Holdings:
         {name: process.memory_info().rss for name, process in processes.items()},
         {name: process.num_fds() for name, process in processes.items()},
         {name: _shared_mappings(process.pid) for name, process in processes.items()},
-        {name for name in os.listdir("/dev/shm") if "pdkv" in name},
+        shared_memory_files(),
     )
 
 
