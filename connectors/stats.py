@@ -5,8 +5,8 @@ from typing import Literal
 
 from pdkv.connectors.base import Stats, TransferOutcome
 from pdkv.errors import KVCorrupted, TransferCancelled, TransferTimeout
-from pdkv.kv_store.base import TierCounts
-from pdkv.wire.messages import ConnectorStats, TierHeld
+from pdkv.kv_store.base import Held, TierCounts
+from pdkv.wire.messages import ConnectorStats, TierHeld, largest_owners
 
 
 def sum_stats(stats: Iterable[Stats]) -> dict[str, ConnectorStats]:
@@ -26,9 +26,13 @@ def stats_under(name: str, stats: Stats) -> dict[str, ConnectorStats]:
 def stats_of_tiers(tiers: Mapping[str, TierCounts]) -> dict[str, ConnectorStats]:
     """What a store says of its tiers."""
     return {
-        name: ConnectorStats(tier_hits=tier.hits, tier_failures=tier.failures, held=TierHeld(*tier.held))
+        name: ConnectorStats(tier_hits=tier.hits, tier_failures=tier.failures, held=_told(tier.held))
         for name, tier in tiers.items()
     }
+
+
+def _told(held: Held) -> TierHeld:
+    return TierHeld(held.values, held.num_bytes, held.capacity, held.evicted, largest_owners(held.owned))
 
 
 def stats_of_transfer(direction: Literal["send", "receive"], outcome: TransferOutcome) -> ConnectorStats:
