@@ -29,6 +29,7 @@ from pdkv.wire.messages import (
     EngineCard,
     KVHandoff,
     KVLayout,
+    KVTerms,
     Order,
     TierEvents,
 )
@@ -75,6 +76,7 @@ class RequestView(msgspec.Struct, frozen=True):
     kv_ready: bool | None = None  # await_peer: what KVReady said; None = nothing yet
     num_local_hit: int = 0  # tokens of the local hit that its blocks begin with, once it has blocks
     prompt_token_ids: Sequence[int] = ()  # empty where only requests with its salt or adapter may find its KV
+    kv_terms: KVTerms | None = None  # on which its KV is kept where it is stored
 
     @property
     def transfer_key(self) -> TransferKey:
@@ -210,6 +212,7 @@ class SchedulerView(msgspec.Struct, frozen=True):
     aborted: Sequence[TransferKey]
     waiting_keys: Sequence[Sequence[bytes]]  # block keys of the first waiting requests, for a store to prefetch
     cancelled: Sequence[TransferKey] = ()  # the engine gave these loads up: the workers cancel them in this step
+    waiting_terms: Sequence[KVTerms | None] = ()  # of each of `waiting_keys`; empty: none has any
 
 
 # --- what a connector answers -------------------------------------------------------------------------------------
@@ -266,6 +269,7 @@ class TransferOutcome(NamedTuple):
     num_tokens: int = 0  # of a load that failed: so many of its first tokens are in their blocks all the same
     num_damaged: int = 0  # stored values that were not what somebody saved under their keys: taken as misses
     notes: tuple[bytes, ...] = ()  # the connector's own, of all ranks
+    num_expired: int = 0  # stored values whose time was over: misses, too
 
 
 class TransferResults(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Literal
 
 from pdkv.connectors.base import Stats, TransferOutcome
 from pdkv.errors import KVCorrupted, TransferCancelled, TransferTimeout
-from pdkv.kv_store.base import TierCounts
-from pdkv.wire.messages import ConnectorStats, TierHeld
+from pdkv.kv_store.base import Held, TierCounts
+from pdkv.wire.messages import ConnectorStats, TierHeld, largest_owners
 
 
 def sum_stats(stats: Iterable[Stats]) -> dict[str, ConnectorStats]:
@@ -29,12 +29,16 @@ def stats_of_tiers(tiers: Mapping[str, TierCounts]) -> dict[str, ConnectorStats]
         name: ConnectorStats(
             tier_hits=tier.hits,
             tier_failures=tier.failures,
-            held=TierHeld(*tier.held),
+            held=_told(tier.held),
             read_bytes=tier.read.num_bytes,
             read_seconds=tier.read.seconds,
         )
         for name, tier in tiers.items()
     }
+
+
+def _told(held: Held) -> TierHeld:
+    return TierHeld(held.values, held.num_bytes, held.capacity, held.evicted, largest_owners(held.owned))
 
 
 def stats_of_transfer(direction: Literal["send", "receive"], outcome: TransferOutcome) -> ConnectorStats:

@@ -329,6 +329,8 @@ class ExternalKV:
             return None, [], False
         news = self._take_news()
         cancels, self._cancels = self._cancels, []
+        shown = [request for request in waiting if self._may_load(request)] if self._shows_waiting_keys else []
+        terms = [request.submit.kv_terms for request in shown]
         view = SchedulerView(
             step_id=step_id,
             scheduled=scheduled,
@@ -336,8 +338,9 @@ class ExternalKV:
             preempted=news.preempted,
             finished=news.finished,
             aborted=news.aborted,
-            waiting_keys=[r.hash_keys for r in waiting if self._may_load(r)] if self._shows_waiting_keys else [],
+            waiting_keys=[request.hash_keys for request in shown],
             cancelled=[cancel.key for cancel in cancels if cancel.direction == "receive"],
+            waiting_terms=terms if any(terms) else (),
         )
         meta = self.connector.build_connector_meta(view)
         for hold in meta.holds:

@@ -219,6 +219,7 @@ class Request:
             kv_ready=self.kv_ready,
             num_local_hit=self.num_local_hit,
             prompt_token_ids=() if submit.cache_salt or submit.adapter else self.prompt_token_ids,
+            kv_terms=submit.kv_terms,
         )
 
     def sources(self) -> SourceCounts:

@@ -4,11 +4,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from pdkv.errors import StoreError
 from pdkv.kv_store.base import Item, KVStore, Sized
 from pdkv.kv_store.recent_keys import RecentKeys
+from pdkv.kv_store.terms import Terms
 from pdkv.kv_store.tier import Tier, WritePolicy
 from pdkv.log_limit import LogLimit
 
@@ -39,7 +41,7 @@ class Backfill:
         self,
         source: KVStore,
         tiers: Sequence[Tier],
-        put: Callable[[Tier, Sequence[Item]], bool],
+        put: Callable[[Tier, Sequence[Item], Mapping[bytes, Terms]], bool],
         delete: Callable[[Tier, Sequence[bytes]], object],
     ) -> None:
         """`put` writes what a tier lacks, and says whether the tier has all of it now. Neither raises StoreError."""
@@ -51,6 +53,7 @@ class Backfill:
         self._log_limit = LogLimit(60.0)
         self._changed = threading.Condition()  # its lock guards what follows
         self._used: OrderedDict[bytes, int] = OrderedDict()  # sizes of values that were used again
+        self._terms: dict[bytes, Terms] = {}  # of those of them that have some
         self._looks = False  # the source has less room than before
         self._cold_written: dict[bytes, float] = {}  # when; of those that go first now
         self._is_busy = False
@@ -58,14 +61,16 @@ class Backfill:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def used(self, items: Iterable[Sized]) -> None:
-        """The source has these values, and they were read."""
+    def used(self, items: Iterable[Sized], terms: Mapping[bytes, Terms] = MappingProxyType({})) -> None:
+        """The source has these values, and they were read. `terms`: of those that have some."""
         if not self._tiers["second-use"]:
             return
         new = [(key, size) for key, size in items if key not in self._written]
         with self._changed:
             for key, size in new[: max(MAX_QUEUED - len(self._used), 0)]:
                 self._used[key] = size
+                if key in terms:
+                    self._terms[key] = terms[key]
             if self._used:
                 self._wake()
 
@@ -81,12 +86,14 @@ class Backfill:
         with self._changed:
             if keys is None:
                 self._used.clear()
+                self._terms.clear()
                 self._cold_written.clear()
                 self._written.clear()
                 self._deleted = None
                 return
             for key in keys:
                 self._used.pop(key, None)
+                self._terms.pop(key, None)
                 self._cold_written.pop(key, None)
                 self._written.discard(key)
             if self._is_busy and self._deleted is not None:
@@ -120,9 +127,10 @@ class Backfill:
                     return
                 self._is_busy, self._deleted = True, set()
                 used = _take_batch(self._used)
+                terms = {key: self._terms.pop(key) for key, _ in used if key in self._terms}
                 looks, self._looks = self._looks, False
             try:
-                for key in self._copy(used, "second-use"):
+                for key in self._copy(used, "second-use", terms):
                     self._written.add(key)
                 if looks:
                     self._copy_coldest()
@@ -140,15 +148,15 @@ class Backfill:
             written = self._cold_written = {key: written[key] for key, _ in window if written.get(key, 0.0) > since}
             cold = OrderedDict(item for item in window if item[0] not in written)
         batch = _take_batch(cold)
-        copied = self._copy(batch, "evicted")
+        copied = self._copy(batch, "evicted", self._source.terms_of([key for key, _ in batch]))
         with self._changed:
             self._cold_written.update(dict.fromkeys(copied, time.monotonic()))
             self._looks |= bool(cold) and len(copied) == len(batch)
 
-    def _copy(self, batch: Sequence[Sized], policy: WritePolicy) -> list[bytes]:
+    def _copy(self, batch: Sequence[Sized], policy: WritePolicy, terms: Mapping[bytes, Terms]) -> list[bytes]:
         """Returns what all tiers of the policy have now."""
         items = self._read(batch)
-        are_put = [self._put(tier, items) for tier in self._tiers[policy]] if items else [False]
+        are_put = [self._put(tier, items, terms) for tier in self._tiers[policy]] if items else [False]
         keys = [key for key, _ in items]
         with self._changed:
             deleted = {key for key in keys if self._deleted is None or key in self._deleted}

@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self
 
 from pdkv.errors import StoreUnable
 from pdkv.kv_store.read_meter import ReadTime
+from pdkv.kv_store.terms import Terms
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
@@ -19,6 +21,9 @@ Item = tuple[bytes, Buffer]
 Sized = tuple[bytes, int]
 """A key, and the bytes of its value."""
 
+TermsOf = Callable[[int], Terms]
+"""Index of a key -> the terms of its value, once that is in its buffer."""
+
 PART_BYTES = 256 << 10
 """What has just been written is still in a core's cache: who wants to look at it hears of it in parts of this size."""
 
@@ -30,6 +35,7 @@ class Held(NamedTuple):
     num_bytes: int = 0  # of memory or disk that they take
     capacity: int = 0  # bytes that they may take
     evicted: int = 0  # values that have made room for others since the start
+    owned: Mapping[int, int] = MappingProxyType({})  # bytes by owner, of values whose terms name one
 
 
 class TierCounts(NamedTuple):
@@ -96,6 +102,27 @@ class KVStore(ABC):
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:
         """Remove keys, where they exist."""
+
+    # --- terms: a store that cannot keep to them ignores them; readers of values see from their bytes what is over ----
+
+    def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        """`put` of values of which some have terms, by key. What is over is not put; what is put over a quota makes the
+        owner's least recently used values go, and no others.
+
+        Raises:
+            StoreFull: also for a value that is larger than its owner's quota.
+        """
+        self.put(items)
+
+    def read_on_terms(
+        self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived, terms_of: TermsOf
+    ) -> list[bool]:
+        """`read`; a store that copies what it reads, as into a faster one, does so on these terms."""
+        return self.read(keys, out, arrived)
+
+    def terms_of(self, keys: Sequence[bytes]) -> Mapping[bytes, Terms]:
+        """Of the values that this process has here, by key, where they have some and the store keeps them."""
+        return {}
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
         """These values (None: all) will be discarded from its parts: no copy between parts shall bring one back.

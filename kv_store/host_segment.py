@@ -18,6 +18,7 @@ The index is mapped; values are read and written by system calls, which fail whe
 import mmap
 import os
 import struct
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
@@ -29,10 +30,14 @@ import xxhash
 from pdkv.errors import StoreUnavailable
 from pdkv.host.fence import fence
 from pdkv.kv_store.base import PART_BYTES, Buffer
+from pdkv.kv_store.terms import NO_TERMS, Terms
 
 MAGIC: Final = b"pdkvHS01"
 PAGE_BYTES: Final = 64 << 10
 MIN_BYTES: Final = 1 << 20
+LAST_END: Final = 2**32 - 1
+"""The latest time, in 2106, at which an entry can say that a value ends."""
+
 _HEADER = struct.Struct("<8sQQ")
 _HEADER_BYTES = 4096
 _MAX_STEPS = 256  # along a bucket, which a dying writer may have left in a circle
@@ -41,10 +46,11 @@ _ENTRY = np.dtype(
         ("version", "<u8"),
         ("key", "<u8", 2),
         ("size", "<u8"),
-        ("first_page", "<i8"),
+        ("first_page", "<i4"),
+        ("expires_at", "<u4"),  # unix time in seconds, from which on it is not there any more; 0: it stays
         ("stamp", "<u8"),  # of its last use: the order in which a successor finds values
-        ("check", "<u8"),  # over key, size and pages
-        ("unused", "<u8"),
+        ("check", "<u8"),  # over key, size, pages and terms
+        ("owner", "<u8"),  # whose it is; 0: nobody's who is known
     ]
 )
 assert _ENTRY.itemsize == 64
@@ -73,14 +79,15 @@ class Segment:
     time. Closing it while it is read is the caller's to avoid.
     """
 
-    def __init__(self, fd: int, *, writable: bool) -> None:
-        """Takes the descriptor over.
+    def __init__(self, fd: int, *, writable: bool, clock: Callable[[], float] = time.time) -> None:
+        """Takes the descriptor over. `clock`: unix time, by which values end.
 
         Raises:
             StoreUnavailable: it is no segment of this version, or is shorter than it says.
             OSError: it cannot be mapped.
         """
         self.fd = fd
+        self.clock = clock
         self._close = weakref.finalize(self, os.close, fd)
         try:
             self.num_pages = _read_header(fd)
@@ -113,6 +120,8 @@ class Segment:
             fence()
             fields = self.entries[entry]
             if version and not version & 1 and (int(fields["key"][0]), int(fields["key"][1])) == key:
+                if (expires_at := int(fields["expires_at"])) and expires_at <= self.clock():
+                    return None
                 return Found(entry, version, int(fields["size"]), int(fields["first_page"]))
             number = int(self.next_entry[entry])
         return None
@@ -195,9 +204,10 @@ def format_segment(fd: int, capacity: int) -> None:
     os.pwrite(fd, _HEADER.pack(MAGIC, PAGE_BYTES, num_pages), 0)
 
 
-def check_of(key: Key, size: int, pages: list[int]) -> int:
-    """What an entry's `check` says of the rest of it."""
-    fields = np.array([*key, size, *pages], np.uint64)
+def check_of(key: Key, size: int, pages: list[int], terms: Terms = NO_TERMS) -> int:
+    """What an entry's `check` says of the rest of it, but for the version and the stamp."""
+    limits = [terms.expires_at, terms.owner] if terms.expires_at or terms.owner else []
+    fields = np.array([*key, size, *pages, *limits], np.uint64)
     return int(xxhash.xxh3_64_intdigest(fields.tobytes()))
 
 

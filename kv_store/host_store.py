@@ -28,6 +28,7 @@ from pdkv.kv_store.base import Arrived, Buffer, Held, Sized, TellingStore, TierC
 from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,13 @@ class HostStore(TellingStore):
     own: SegmentWriter | None
     """What this process writes; None: all segments are other processes'."""
 
-    def __init__(self, directory: str | Path, options: StoreOptions | None = None) -> None:
-        """`capacity` is that of a segment that is made here; `segment` chooses among a launch's.
+    def __init__(
+        self,
+        directory: str | Path,
+        options: StoreOptions | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`capacity` is that of a segment that is made here; `segment` chooses among a launch's. `clock`: unix time.
 
         Raises:
             ConfigError: the directory is not only this user's, or there is no memory for a segment's index.
@@ -89,6 +95,7 @@ class HostStore(TellingStore):
             raise ConfigError(f"host://{directory}: capacity is at least {MIN_BYTES} bytes, got {capacity}")
         self._directory = PrivateDirectory(directory, "host memory")
         self._where = f"host memory {self._directory.path}"
+        self._clock = clock
         self._lock = threading.Lock()
         self._num_calls = 0
         self._num_hits = 0
@@ -130,12 +137,20 @@ class HostStore(TellingStore):
             ]
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        self.put_on_terms(items, {})
+
+    def put_on_terms(self, items: Sequence[tuple[bytes, Buffer]], terms: Mapping[bytes, Terms]) -> None:
         with self._call():
             own = self._writer()
             for key, value in reversed(items):
                 number = key_of(key)
                 if number in own or self._find_elsewhere(number) is None:
-                    own.put(number, value, key)
+                    own.put(number, value, key, terms.get(key, NO_TERMS))
+
+    def terms_of(self, keys: Sequence[bytes]) -> Mapping[bytes, Terms]:
+        own = self.own
+        found = own.terms_of(map(key_of, keys)) if own is not None else []
+        return {key: terms for key, terms in zip(keys, found, strict=False) if terms != NO_TERMS}
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with self._call():
@@ -264,7 +279,7 @@ class HostStore(TellingStore):
             fd = self._directory.open(temporary, os.O_RDWR)
             assert fd is not None
             format_segment(fd, capacity)
-            segment = Segment(fd, writable=True)
+            segment = Segment(fd, writable=True, clock=self._clock)
             _lock(fd)  # before anybody finds it
             self._directory.rename(temporary, name)
         except BaseException:
@@ -281,7 +296,7 @@ class HostStore(TellingStore):
             if fd is not None and name.endswith(_ADDRESS):
                 with os.fdopen(fd, "rb") as file:
                     fd = msgspec.json.decode(file.read(), type=SegmentAddress).open(flags)
-            return None if fd is None else Segment(fd, writable=flags == os.O_RDWR)
+            return None if fd is None else Segment(fd, writable=flags == os.O_RDWR, clock=self._clock)
         except (FileNotFoundError, StoreUnavailable, msgspec.MsgspecError) as error:
             self._refused.add(name)
             logger.warning("%s: %s: %s", self._where, name, error)

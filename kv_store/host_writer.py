@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import inf
 from typing import NamedTuple
@@ -13,10 +13,14 @@ import numpy as np
 from pdkv.errors import StoreFull
 from pdkv.host.fence import fence
 from pdkv.kv_store.base import Buffer, Held, Sized
-from pdkv.kv_store.host_segment import PAGE_BYTES, Found, Key, Segment, check_of, num_pages_for
+from pdkv.kv_store.host_segment import LAST_END, PAGE_BYTES, Found, Key, Segment, check_of, num_pages_for
+from pdkv.kv_store.terms import NO_TERMS, Ledger, Terms
 
 MAX_PINNED_SHARE = 0.5
 """Of a segment's pages: the others are for what nobody has pinned."""
+
+_MOST_AT_A_TIME = 64
+"""Values whose time is over that are dropped at a time: whoever looks for others waits for no more."""
 
 
 class _Held(NamedTuple):
@@ -25,6 +29,7 @@ class _Held(NamedTuple):
     entry: int
     pages: list[int]
     sized: Sized | None = None  # its key as its writer calls it, and its size; None: a predecessor wrote it
+    terms: Terms = NO_TERMS
 
 
 class SegmentWriter:
@@ -38,6 +43,7 @@ class SegmentWriter:
         self._held: OrderedDict[Key, _Held] = OrderedDict()  # least recently used first
         self._expected: dict[Key, None] = {}  # will be read soon, in this order; not all of them are here
         self._pins: dict[Key, float] = {}  # until when; they end with this process
+        self._ledger: Ledger[Key] = Ledger()
         self._free_pages: list[int] = []
         self._free_entries: list[int] = []
         self._stamp = 0
@@ -51,8 +57,8 @@ class SegmentWriter:
 
     def count(self) -> Held:
         """What it holds."""
-        num_pages = self.segment.num_pages
-        return Held(len(self._held), (num_pages - self.num_free_pages) * PAGE_BYTES, self._num_bytes, self.num_evicted)
+        num_bytes = (self.segment.num_pages - self.num_free_pages) * PAGE_BYTES
+        return Held(len(self._held), num_bytes, self._num_bytes, self.num_evicted, self._ledger.count())
 
     @property
     def num_free_pages(self) -> int:
@@ -60,22 +66,35 @@ class SegmentWriter:
         return len(self._free_pages)
 
     def coldest(self, num_bytes: int) -> list[Sized]:
-        """What goes if so many bytes more are put, first what goes first, without what a predecessor wrote."""
-        found: list[Sized] = []
-        now = time.monotonic()
+        """What goes if so many bytes more are put, first what goes first, without what a predecessor wrote; and what
+        goes of each owner's if its values take the same share of its quota more.
+        """
         with self._lock:
-            num_missing = num_pages_for(num_bytes) - len(self._free_pages)
             others = (key for key in self._held if key not in self._expected)
-            for key in chain(others, filter(self._held.__contains__, reversed(self._expected))):
-                if num_missing <= 0:
-                    break
-                if self._pins.get(key, 0.0) > now:
-                    continue
-                held = self._held[key]
-                num_missing -= len(held.pages)
-                if held.sized is not None:
-                    found.append(held.sized)
+            order = chain(others, filter(self._held.__contains__, reversed(self._expected)))
+            found = self._first_to_go(order, num_pages_for(num_bytes) - len(self._free_pages))
+            for owner, over in self._ledger.bytes_over(num_bytes / self._num_bytes).items():
+                found |= self._first_to_go(self._ledger.owned(owner), num_pages_for(over))
+        return list(found)
+
+    def _first_to_go(self, order: Iterable[Key], num_pages: int) -> dict[Sized, None]:
+        found: dict[Sized, None] = {}
+        pinned_at, now = time.monotonic(), self.segment.clock()
+        for key in order:
+            if num_pages <= 0:
+                break
+            held = self._held[key]
+            if self._pins.get(key, 0.0) > pinned_at or held.terms.are_over(now):
+                continue
+            num_pages -= len(held.pages)
+            if held.sized is not None:
+                found[held.sized] = None
         return found
+
+    def terms_of(self, keys: Iterable[Key]) -> list[Terms]:
+        """Of each value: none, where it has none or is not here."""
+        with self._lock:
+            return [self._ledger.terms_of(key) for key in keys]
 
     def find(self, key: Key, *, is_use: bool = True) -> Found | None:
         """Where a value lies; it is the most recently used one now, if this is a use."""
@@ -83,41 +102,54 @@ class SegmentWriter:
             held = self._held.get(key)
             if held is None:
                 return None
+            if held.terms.expires_at and held.terms.are_over(self.segment.clock()):
+                self._remove(key)
+                return None
             if is_use:
                 self._use(key, held)
             fields = self.segment.entries[held.entry]
             return Found(held.entry, int(fields["version"]), int(fields["size"]), held.pages[0])
 
-    def put(self, key: Key, value: Buffer, name: bytes = b"") -> None:
+    def put(self, key: Key, value: Buffer, name: bytes = b"", terms: Terms = NO_TERMS) -> None:
         """Add a value, at the cost of the least recently used ones; one that is there is left as it is.
 
         Args:
             name: the key of which `key` was made: `coldest` tells it.
+            terms: within a quota room is made by its owner's values alone; what is over is not added.
 
         Raises:
-            StoreFull: it is larger than the segment, or there is no memory.
+            StoreFull: it is larger than the segment or its owner's quota, or there is no memory.
         """
-        num_pages = num_pages_for(value.nbytes)
+        if terms.expires_at > LAST_END:
+            terms = terms._replace(expires_at=LAST_END)
+        if terms.are_over(self.segment.clock()):
+            return
+        self._drop_what_is_over()
         with self._lock:
             if (held := self._held.get(key)) is not None:
                 self._use(key, held)
                 return
-            if num_pages > self.segment.num_pages:
-                raise StoreFull(f"host memory: {value.nbytes} bytes do not fit into {self._num_bytes}")
-            while len(self._free_pages) < num_pages or not self._free_entries:
-                self._evict()
-            pages = [self._free_pages.pop() for _ in range(num_pages)]
-            entry = self._free_entries.pop()
+            held = self._take_room(value.nbytes, terms)._replace(sized=(name, value.nbytes) if name else None)
         try:
-            self.segment.write(pages, value)
+            self.segment.write(held.pages, value)
         except OSError as error:
-            self._give_back(entry, pages)
+            self._give_back(held)
             raise StoreFull(f"host memory: {error.strerror}") from None
         with self._lock:
             if key in self._held:  # another thread was faster
-                self._free(entry, pages)
+                self._free(held)
             else:
-                self._publish(key, _Held(entry, pages, (name, value.nbytes) if name else None), value.nbytes)
+                self._publish(key, held, value.nbytes)
+
+    def _drop_what_is_over(self) -> None:
+        """Values whose time is over go before any other one has to."""
+        now, num_dropped = self.segment.clock(), _MOST_AT_A_TIME
+        while num_dropped == _MOST_AT_A_TIME:
+            num_dropped = 0
+            with self._lock:
+                while num_dropped < _MOST_AT_A_TIME and (key := self._ledger.first_over(now)) is not None:
+                    self._remove(key)
+                    num_dropped += 1
 
     def remove(self, key: Key) -> None:
         """Drop a value, if it is there."""
@@ -139,6 +171,7 @@ class SegmentWriter:
         Raises:
             StoreFull: they would take more than a bounded share, with those pinned before. None is pinned then.
         """
+        self._drop_what_is_over()
         with self._lock:
             self._end_pins()
             found = [key for key in keys if key in self._held]
@@ -181,24 +214,39 @@ class SegmentWriter:
 
     # --- with the lock held -----------------------------------------------------------------------------------------
 
-    def _evict(self) -> None:
-        """Drop the least recently used value that is neither pinned nor expected; those pass for used, so that each is
-        met once. Where there is none, that which is needed last.
+    def _take_room(self, num_bytes: int, terms: Terms) -> _Held:
+        """Pages and an entry for a value that will be published, or freed."""
+        num_pages = num_pages_for(num_bytes)
+        if num_pages > self.segment.num_pages:
+            raise StoreFull(f"host memory: {num_bytes} bytes do not fit into {self._num_bytes}")
+        if terms.quota is not None and num_pages * PAGE_BYTES > terms.quota:
+            raise StoreFull(f"host memory: {num_bytes} bytes, in pages, do not fit into their owner's {terms.quota}")
+        while not self._ledger.fits(terms, num_pages * PAGE_BYTES):
+            self._evict(self._ledger.owned(terms.owner))
+        while len(self._free_pages) < num_pages or not self._free_entries:
+            self._evict(self._held)
+        self._ledger.take(terms, num_pages * PAGE_BYTES)
+        return _Held(self._free_entries.pop(), [self._free_pages.pop() for _ in range(num_pages)], terms=terms)
+
+    def _evict(self, among: Mapping[Key, object]) -> None:
+        """Drop the least recently used value of these, the first one, that is neither pinned nor expected; those pass
+        for used, so that each is met once. Where there is none, that which is needed last.
 
         Raises:
             StoreFull: there is none that is not pinned.
         """
         now = time.monotonic()
-        for _ in range(len(self._held)):
-            key, held = next(iter(self._held.items()))
+        for _ in range(len(among)):
+            key = next(iter(among))
             if self._pins.get(key, 0.0) <= now and key not in self._expected:
                 break
-            self._use(key, held)
+            self._use(key, self._held[key])
         else:
-            free = (k for k in reversed(self._expected) if k in self._held and self._pins.get(k, 0.0) <= now)
+            free = (k for k in reversed(self._expected) if k in among and self._pins.get(k, 0.0) <= now)
             found = next(free, None)
             if found is None:
-                raise StoreFull("host memory: all of it is being written, or pinned")
+                whose = "all of it" if among is self._held else "all of what its owner may have"
+                raise StoreFull(f"host memory: {whose} is being written, or pinned")
             key = found
         self._remove(key)
         self.num_evicted += 1
@@ -213,6 +261,7 @@ class SegmentWriter:
 
     def _use(self, key: Key, held: _Held) -> None:
         self._held.move_to_end(key)
+        self._ledger.use(key)
         self._stamp += 1
         self.segment.entries["stamp"][held.entry] = self._stamp
 
@@ -221,11 +270,13 @@ class SegmentWriter:
         segment.next_page[pages[:-1]] = pages[1:]
         fields = segment.entries[entry]
         fields["key"] = key
-        fields["size"], fields["first_page"], fields["check"] = size, pages[0], check_of(key, size, pages)
+        fields["size"], fields["first_page"], fields["check"] = size, pages[0], check_of(key, size, pages, held.terms)
+        fields["expires_at"], fields["owner"] = held.terms.expires_at, held.terms.owner
         fence()
         segment.versions[entry] = (int(segment.versions[entry]) | 1) + 1
         self._link(key, entry)
         self._held[key] = held
+        self._ledger.enter(key, held.terms)
         self._use(key, held)
 
     def _link(self, key: Key, entry: int) -> None:
@@ -241,7 +292,8 @@ class SegmentWriter:
         segment.versions[held.entry] += np.uint64(1)
         fence()
         self._unlink(key, held.entry)
-        self._free(held.entry, held.pages)
+        self._ledger.leave(key)
+        self._free(held)
 
     def _unlink(self, key: Key, entry: int) -> None:
         links, place = self.segment.buckets, self.segment.bucket_of(key)
@@ -251,13 +303,15 @@ class SegmentWriter:
                 return
             links, place = self.segment.next_entry, int(links[place]) - 1
 
-    def _free(self, entry: int, pages: list[int]) -> None:
-        self._free_entries.append(entry)
-        self._free_pages += reversed(pages)
+    def _free(self, held: _Held) -> None:
+        """Its room is anybody's; nobody finds it, and the ledger does not have it."""
+        self._free_entries.append(held.entry)
+        self._free_pages += reversed(held.pages)
+        self._ledger.give_back(held.terms, len(held.pages) * PAGE_BYTES)
 
-    def _give_back(self, entry: int, pages: list[int]) -> None:
+    def _give_back(self, held: _Held) -> None:
         with self._lock:
-            self._free(entry, pages)
+            self._free(held)
 
     # --- at the start -----------------------------------------------------------------------------------------------
 
@@ -275,15 +329,18 @@ class SegmentWriter:
             pages = segment.pages_of(Found(entry, 0, size, int(fields["first_page"])))
             if pages is None or key in kept or not is_free[pages].all() or len(set(pages)) < len(pages):
                 pages = None
-            if pages is None or check_of(key, size, pages) != int(fields["check"]):
+            terms = Terms(int(fields["expires_at"]), int(fields["owner"]))
+            if pages is None or check_of(key, size, pages, terms) != int(fields["check"]):
                 versions[entry] |= np.uint64(1)
                 continue
             is_free[pages] = False
-            kept[key] = _Held(entry, pages)
+            kept[key] = _Held(entry, pages, terms=terms)
         used = {held.entry for held in kept.values()}
         self._free_entries = [entry for entry in range(segment.num_pages) if entry not in used]
         self._free_pages = np.flatnonzero(is_free)[::-1].tolist()
         for key, held in reversed(kept.items()):
             self._link(key, held.entry)
             self._held[key] = held
+            self._ledger.take(held.terms, len(held.pages) * PAGE_BYTES)
+            self._ledger.enter(key, held.terms)
             self._use(key, held)

@@ -1,8 +1,9 @@
 """Values in this process's memory, shared by name, least recently used first out."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.terms import NO_TERMS, Ledger, Terms
 
 DEFAULT_CAPACITY = 1 << 30
 
@@ -27,47 +29,70 @@ class _Shelf:
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
+        self.clock: Callable[[], float] = time.time
         self.num_users = 0
         self.num_bytes = 0
         self.num_evicted = 0
         self.lock = threading.Lock()
         self._values: OrderedDict[bytes, Bytes] = OrderedDict()  # least recently used first
+        self._ledger: Ledger[bytes] = Ledger()
 
     def find(self, keys: Sequence[bytes]) -> list[Bytes | None]:
         """Values by key. What is found becomes the most recently used, the batch's first key last."""
         with self.lock:
+            self._drop_what_is_over()
             for key in reversed(keys):
                 if key in self._values:
                     self._values.move_to_end(key)
+                    self._ledger.use(key)
             return [self._values.get(key) for key in keys]
 
-    def insert(self, key: bytes, value: Bytes) -> None:
-        """Add a value, at the cost of the least recently used ones."""
+    def insert(self, key: bytes, value: Bytes, terms: Terms) -> None:
+        """Add a value, at the cost of the least recently used ones; within a quota, of its owner's alone."""
         with self.lock:
-            if key in self._values:
+            self._drop_what_is_over()
+            if key in self._values or terms.are_over(self.clock()):
                 return
+            while not self._ledger.fits(terms, value.nbytes):
+                self._evict(self._ledger.owned(terms.owner))
             while self.num_bytes + value.nbytes > self.capacity:
-                _, evicted = self._values.popitem(last=False)
-                self.num_bytes -= evicted.nbytes
-                self.num_evicted += 1
+                self._evict(self._values)
             self._values[key] = value
             self.num_bytes += value.nbytes
+            self._ledger.take(terms, value.nbytes)
+            self._ledger.enter(key, terms)
 
     def remove(self, keys: Sequence[bytes] | None) -> int:
         """Drop keys (None: all), where they exist; returns how many did."""
         with self.lock:
-            removed = [
-                value
-                for key in (list(self._values) if keys is None else keys)
-                if (value := self._values.pop(key, None)) is not None
-            ]
-            self.num_bytes -= sum(value.nbytes for value in removed)
-            return len(removed)
+            found = list(self._values) if keys is None else [key for key in dict.fromkeys(keys) if key in self._values]
+            for key in found:
+                self._remove(key)
+            return len(found)
 
     def check_integrity(self) -> None:
         """Recount the bytes."""
         with self.lock:
             assert self.num_bytes == sum(value.nbytes for value in self._values.values()) <= self.capacity
+            owned: Counter[int] = Counter()
+            for key, value in self._values.items():
+                owned[self._ledger.terms_of(key).owner] += value.nbytes
+            assert {owner: count for owner, count in owned.items() if owner} == self._ledger.count()
+
+    def _drop_what_is_over(self) -> None:
+        now = self.clock()
+        while (key := self._ledger.first_over(now)) is not None:
+            self._remove(key)
+
+    def _evict(self, among: Mapping[bytes, object]) -> None:
+        self._remove(next(iter(among)))
+        self.num_evicted += 1
+
+    def _remove(self, key: bytes) -> None:
+        num_bytes = self._values.pop(key).nbytes
+        self.num_bytes -= num_bytes
+        self._ledger.give_back(self._ledger.terms_of(key), num_bytes)
+        self._ledger.leave(key)
 
 
 _SHELVES: dict[str, _Shelf] = {}
@@ -83,8 +108,8 @@ class MemoryStore(KVStore):
     is_shared: ClassVar[bool] = False
     medium: ClassVar[str] = "memory"
 
-    def __init__(self, name: str = "", capacity: int | None = None) -> None:
-        """`capacity` in bytes, 1 GiB by default.
+    def __init__(self, name: str = "", capacity: int | None = None, clock: Callable[[], float] | None = None) -> None:
+        """`capacity` in bytes, 1 GiB by default. `clock`: of all stores of the name; unix time by default.
 
         Raises:
             ConfigError: the name is in use with another capacity.
@@ -93,6 +118,7 @@ class MemoryStore(KVStore):
             shelf = _SHELVES.get(name) or _Shelf(name, capacity or DEFAULT_CAPACITY)
             if capacity not in (None, shelf.capacity):
                 raise ConfigError(f"memory://{name} is open with capacity {shelf.capacity}, now asked for {capacity}")
+            shelf.clock = clock or shelf.clock
             shelf.num_users += 1
             self._shelf = _SHELVES[name] = shelf
         self._closed = False
@@ -107,13 +133,18 @@ class MemoryStore(KVStore):
         ]  # fmt: skip
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        self.put_on_terms(items, {})
+
+    def put_on_terms(self, items: Sequence[tuple[bytes, Buffer]], terms: Mapping[bytes, Terms]) -> None:
         shelf = self._open_shelf()
         for (key, buffer), found in zip(reversed(items), reversed(self._find_items(items)), strict=True):
             if found is not None:
                 continue
-            if buffer.nbytes > shelf.capacity:
-                raise StoreFull(f"memory://{shelf.name}: {buffer.nbytes} bytes do not fit into {shelf.capacity}")
-            shelf.insert(key, _as_array(buffer).copy())
+            of_value = terms.get(key, NO_TERMS)
+            most = shelf.capacity if of_value.quota is None else min(of_value.quota, shelf.capacity)
+            if buffer.nbytes > most:
+                raise StoreFull(f"memory://{shelf.name}: {buffer.nbytes} bytes do not fit into {most}")
+            shelf.insert(key, _as_array(buffer).copy(), of_value)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._open_shelf().remove(keys)

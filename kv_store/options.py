@@ -5,7 +5,8 @@ from typing import Literal
 from pdkv.kv_store.tier import WritePolicy
 from pdkv.options import Options, option, seconds
 
-_TTL_MAX_S = 1e9
+TTL_MAX_S = 1e9
+"""A value's longest life, some 30 years."""
 
 
 class StoreOptions(Options):
@@ -19,7 +20,7 @@ class StoreOptions(Options):
     )
     connect_timeout_s: float = seconds(2.0, "servers: deadline to connect")
     operation_timeout_s: float = seconds(10.0, "file://, servers: deadline of one call, whatever the size of its batch")
-    ttl_s: float | None = seconds(None, "redis://: a value's life, from its put; absent: no end", le=_TTL_MAX_S)
+    ttl_s: float | None = seconds(None, "redis://: a value's life, from its put; absent: no end", le=TTL_MAX_S)
     max_bytes_in_flight: int = option(
         8 << 20, "servers: bytes requested and not yet read, over all calls: what a server must buffer", size=True
     )

@@ -6,17 +6,19 @@ connection are written and their replies read here: 2.5 to 5 times as fast for v
 
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Arrived, Buffer
+from pdkv.kv_store.base import Arrived, Buffer, Item
 from pdkv.kv_store.connections import Channel, Deadline
-from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.options import TTL_MAX_S, StoreOptions
 from pdkv.kv_store.pipeline import Command
 from pdkv.kv_store.server_store import ServerStore
+from pdkv.kv_store.terms import NO_TERMS, Terms
 
 KEY_PREFIX = b"pdkv:"
 MAX_VALUE_BYTES = 512 << 20  # of a Redis string, unless proto-max-bulk-len says otherwise
@@ -92,10 +94,13 @@ def _tls_arguments(options: StoreOptions, what: str) -> dict[str, Any]:
 
 
 class RedisStore(ServerStore):
-    """A value is one Redis string. With `ttl_s` it goes that long after its put, however often it is read."""
+    """A value is one Redis string. With `ttl_s` it goes that long after its put, however often it is read; with an end
+    of its own at that, if that is earlier.
+    """
 
-    def __init__(self, url: str, options: StoreOptions | None = None) -> None:
-        """`url`: redis://[user:password@]host:port/db, rediss:// for TLS, or unix://[user:password@]/path.
+    def __init__(self, url: str, options: StoreOptions | None = None, clock: Callable[[], float] = time.time) -> None:
+        """`url`: redis://[user:password@]host:port/db, rediss:// for TLS, or unix://[user:password@]/path. `clock`:
+        unix time.
 
         Raises:
             ConfigError: redis-py is not installed, it refuses the URL, or a file of certificates cannot be read.
@@ -110,6 +115,7 @@ class RedisStore(ServerStore):
             self._arguments = dict(parse_url(url))  # type: ignore[no-untyped-call]
         except ValueError as error:
             raise ConfigError(f"{self.what}: {error}") from None
+        self._clock = clock
         self._connection_class = self._arguments.pop("connection_class", Connection)
         if parts.scheme == "rediss":
             self._arguments |= _tls_arguments(self.options, self.what)
@@ -130,13 +136,19 @@ class RedisStore(ServerStore):
         return found
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        self.put_on_terms(items, {})
+
+    def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         deadline = self._deadline()
+        now = self._clock()
+        items = [item for item in items if not terms.get(item[0], NO_TERMS).are_over(now)]
         present = self._contains([key for key, _ in items], deadline)  # spares the way of what is there
         missing = [item for item, found in zip(items, present, strict=True) if not found]
         for _, value in missing:
             if len(value) > MAX_VALUE_BYTES:
                 raise StoreFull(f"{self.what}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are possible")
-        self._run_commands([self._set(key, value) for key, value in missing], deadline)
+        lives_s = [self._life_s(terms.get(key, NO_TERMS), now) for key, _ in missing]
+        self._run_commands([self._set(*item, life_s) for item, life_s in zip(missing, lives_s, strict=True)], deadline)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._run_commands([Command([_encode(b"UNLINK", _name(key))]) for key in keys], self._deadline())
@@ -172,10 +184,15 @@ class RedisStore(ServerStore):
         self._run_commands([Command([_encode(b"EXISTS", _name(key))]) for key in keys], deadline, receive)
         return found
 
-    def _set(self, key: bytes, value: Buffer) -> Command:
+    def _life_s(self, terms: Terms, now: float) -> float | None:
+        """How long the server keeps a value; None: no end."""
+        left_s = min(terms.expires_at - now, TTL_MAX_S) if terms.expires_at else None
+        return min((life_s for life_s in (left_s, self.options.ttl_s) if life_s is not None), default=None)
+
+    def _set(self, key: bytes, value: Buffer, life_s: float | None) -> Command:
         options = [b"NX"]
-        if self.options.ttl_s is not None:
-            options += [b"PX", b"%d" % max(1, int(self.options.ttl_s * 1000))]
+        if life_s is not None:
+            options += [b"PX", b"%d" % max(1, int(life_s * 1000))]
         name = _name(key)
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(name), name, len(value))
         tail = _CRLF + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)

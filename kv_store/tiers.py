@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.backfill import Backfill
-from pdkv.kv_store.base import Arrived, Buffer, Item, KVStore, TellingStore, TierCounts, tier_name
+from pdkv.kv_store.base import Arrived, Buffer, Item, KVStore, TellingStore, TermsOf, TierCounts, tier_name
+from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import Tier, WritePolicy
 
 T = TypeVar("T")
@@ -54,6 +55,11 @@ class TieredStore(TellingStore):
         return found
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
+        return self.read_on_terms(keys, out, arrived, lambda index: NO_TERMS)
+
+    def read_on_terms(
+        self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived, terms_of: TermsOf
+    ) -> list[bool]:
         found = [False] * len(keys)
 
         def read(tier: Tier, missing: list[int]) -> list[bool]:
@@ -65,12 +71,15 @@ class TieredStore(TellingStore):
             with self._lock:
                 self.tiers[depth].num_hits += len(hits)
             self.tiers[depth].meter.add(sum(out[i].nbytes for i in hits))
-            self._promote([(keys[i], out[i]) for i in hits], depth)
-            if self._backfill is not None:
-                self._backfill.used((keys[i], out[i].nbytes) for i in hits)
+            if depth or self._backfill is not None:
+                terms = {keys[i]: terms for i in hits if (terms := terms_of(i)) != NO_TERMS}
+                self._copy(depth, [(keys[i], out[i]) for i in hits], terms)
         return found
 
     def put(self, items: Sequence[Item]) -> None:
+        self.put_on_terms(items, {})
+
+    def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         errors: list[StoreError] = []
         is_put = False
         for tier in self._awake():
@@ -78,7 +87,7 @@ class TieredStore(TellingStore):
             if not taken:
                 continue
             num_errors = len(errors)
-            self._try(tier, partial(tier.store.put, taken), errors)
+            self._try(tier, partial(_put, tier.store, taken, terms), errors)
             is_put = is_put or (len(errors) == num_errors and tier in self._shared and len(taken) == len(items))
         if self._backfill is not None:
             self._backfill.room_taken()
@@ -156,18 +165,24 @@ class TieredStore(TellingStore):
             raise errors[0]
         return hits_by_tier
 
-    def _promote(self, items: Sequence[Item], depth: int) -> None:
+    def _copy(self, depth: int, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        """Into other tiers than the one in which they were found."""
+        self._promote(items, depth, terms)
+        if self._backfill is not None:
+            self._backfill.used(((key, value.nbytes) for key, value in items), terms)
+
+    def _promote(self, items: Sequence[Item], depth: int, terms: Mapping[bytes, Terms]) -> None:
         """Into all faster tiers; one that waits for what goes from the first tier gets it from there."""
         for tier in self._awake():
             if self.tiers.index(tier) < depth and tier.write != "evicted":
                 errors: list[StoreError] = []
-                self._try(tier, partial(tier.store.put, items), errors)
+                self._try(tier, partial(_put, tier.store, items, terms), errors)
                 with self._lock:
                     tier.num_promoted += 0 if errors else len(items)
         if depth and self._backfill is not None:
             self._backfill.room_taken()
 
-    def _fill(self, tier: Tier, items: Sequence[Item]) -> bool:
+    def _fill(self, tier: Tier, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> bool:
         """Write what a tier lacks; whether it has all of it now. On the thread that copies."""
         if tier.rests_until > time.monotonic():
             return False
@@ -175,7 +190,7 @@ class TieredStore(TellingStore):
         there = self._try(tier, lambda: tier.store.contains([key for key, _ in items]), errors) or ()
         missing = [item for item, is_there in zip(items, there, strict=False) if not is_there]
         if missing:
-            self._try(tier, partial(tier.store.put, missing), errors)
+            self._try(tier, partial(_put, tier.store, missing, terms), errors)
         with self._lock:
             tier.num_backfilled += 0 if errors else len(missing)
         return not errors
@@ -206,3 +221,11 @@ class TieredStore(TellingStore):
                 if isinstance(error, (StoreUnavailable, StoreTimeout)):
                     tier.rests_until = time.monotonic() + self._retry_after_s
             return None
+
+
+def _put(store: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+    """What has no terms is put as ever."""
+    if terms:
+        store.put_on_terms(items, terms)
+    else:
+        store.put(items)

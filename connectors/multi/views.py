@@ -54,6 +54,7 @@ class ChildViews:
             scheduled=self._ranges(view.scheduled, child) if observes.scheduled else (),
             confirmed=self._ranges(confirmed, child),
             waiting_keys=view.waiting_keys if observes.waiting_keys else (),
+            waiting_terms=view.waiting_terms if observes.waiting_keys else (),
         )
 
     def _ranges(self, ranges: Sequence[Range], child: int) -> list[Range]:

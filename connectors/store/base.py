@@ -5,6 +5,7 @@ engine has saved; a hand-off is a lookup whose answer is known. No call of a sto
 store gives back is verified before it reaches a block (envelope.py): a store need not be trusted with its memory.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
@@ -49,6 +50,7 @@ class StoreConnector(KVConnector):
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
     options: StoreConnectorOptions
     probe_interval_s: ClassVar[float] = 5.0  # how often a store that does not answer is asked again; also at the start
+    clock = staticmethod(time.time)  # by which stored values end
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
@@ -114,7 +116,7 @@ class StoreConnector(KVConnector):
         return StoreScheduler(self.config, self.options, self.cut, lookups, news, ahead)
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
-        values = SealedValues(self.store, self.sealer)
+        values = SealedValues(self.store, self.sealer, self.clock)
         return StoreWorker(self.config, self.options, self.cut, values, self.notify, coder=self.coder)
 
     def shutdown(self) -> None:

@@ -9,15 +9,20 @@ A value is its body, which is KV, and an envelope of 64 bytes:
 | 6-7 | 0: a checksum follows; 1: a signature |
 | 8-15 | bytes of the body |
 | 16-47 | xxh3-128 of key and body, and 16 zeros; signed: the keyed BLAKE2b-256 of key and body |
-| 48-63 | zeros |
+| 48-55 | its end: unix time in seconds, from which on nobody uses it; 0: it has none |
+| 56-63 | zeros |
+
+Of a value with an end, bytes 16-47 are the same kind of hash of that hash and the end: without it, or with another one,
+it is not whole.
 
 It stands behind the body, so that the body keeps the alignment which a store or a device gives to the value. A value is
-whole if its envelope is, byte for byte, the one that follows from its key and its body.
+whole if its envelope is, byte for byte, the one that follows from its key, its body and its end.
 """
 
 import hashlib
 import hmac
 import struct
+from collections.abc import Callable
 from typing import Protocol, Self
 
 import xxhash
@@ -36,7 +41,8 @@ class _Hash(Protocol):
     def copy(self) -> Self: ...
 
 
-_ENVELOPE = struct.Struct("<4sHHQ32s16x")
+_ENVELOPE = struct.Struct("<4sHHQ32sQ8x")
+_END = struct.Struct("<Q")
 _MAGIC = b"pdkv"
 _IDENTITY_BYTES = 8
 assert _ENVELOPE.size == ENVELOPE_BYTES
@@ -54,27 +60,34 @@ class Sealer:
         self.identity = b"" if secret is None else _derive(secret, b"pdkv-value-id", _IDENTITY_BYTES)
         """Tells engines with different secrets from each other and tells nothing of the secret; empty: unsigned."""
 
-    def seal(self, key: bytes, value: Buffer) -> None:
-        """Write the envelope of value[:-ENVELOPE_BYTES] into the bytes behind it."""
+    def seal(self, key: bytes, value: Buffer, expires_at: int = 0) -> None:
+        """Write the envelope of value[:-ENVELOPE_BYTES] into the bytes behind it. `expires_at`: unix time; 0: it has no
+        end.
+        """
         check = self.check(key, value)
         check.arrived(len(value))
-        value[-ENVELOPE_BYTES:] = check.envelope()
+        value[-ENVELOPE_BYTES:] = check.envelope(expires_at)
 
     def check(self, key: bytes, value: Buffer) -> "Check":
         """The check of a value that is to come into this buffer."""
-        return Check(self._hash(key), value, is_signed=self._mac_key is not None)
+        return Check(self._hash(key), value, self._bind, is_signed=self._mac_key is not None)
 
-    def _hash(self, key: bytes) -> "_Hash":
+    def _hash(self, key: bytes, person: bytes = b"") -> "_Hash":
         if self._mac_key is None:
             return xxhash.xxh3_128(key)
-        return hashlib.blake2b(key, digest_size=32, key=self._mac_key)
+        return hashlib.blake2b(key, digest_size=32, key=self._mac_key, person=person)
+
+    def _bind(self, digest: bytes, expires_at: int) -> bytes:
+        """The hash of a value that has an end, made of its hash without one, which a signed value shows nobody."""
+        return self._hash(digest + _END.pack(expires_at), b"pdkv-value-end").digest() if expires_at else digest
 
 
 class Check:
     """Reads a value's body once, as it comes in."""
 
-    def __init__(self, empty: "_Hash", value: Buffer, *, is_signed: bool) -> None:
-        """`empty`: has read the key."""
+    def __init__(self, empty: "_Hash", value: Buffer, bind: Callable[[bytes, int], bytes], *, is_signed: bool) -> None:
+        """`empty`: has read the key. `bind`: of a hash and an end."""
+        self._bind = bind
         self._empty = empty
         self._hash = empty.copy()
         self._value = value
@@ -94,11 +107,19 @@ class Check:
         """Whether the buffer holds what somebody with the same secret has saved under this key."""
         if self._done < len(self._value):
             self.arrived(len(self._value))
-        return hmac.compare_digest(self._value[-ENVELOPE_BYTES:], self.envelope())
+        return hmac.compare_digest(self._value[-ENVELOPE_BYTES:], self.envelope(self.expires_at))
 
-    def envelope(self) -> bytes:
-        """That of the body."""
-        return _ENVELOPE.pack(_MAGIC, FORMAT, int(self._is_signed), self._body_bytes, self._hash.digest())
+    @property
+    def expires_at(self) -> int:
+        """The end that the envelope names, as unix time; 0: it has none. Only of a whole value it is true."""
+        if len(self._value) < ENVELOPE_BYTES:
+            return 0
+        return int(_ENVELOPE.unpack_from(self._value, len(self._value) - ENVELOPE_BYTES)[-1])
+
+    def envelope(self, expires_at: int) -> bytes:
+        """That of the body, and of this end of the value."""
+        digest = self._bind(self._hash.digest(), expires_at)
+        return _ENVELOPE.pack(_MAGIC, FORMAT, int(self._is_signed), self._body_bytes, digest, expires_at)
 
 
 def _derive(secret: bytes, person: bytes, size: int) -> bytes:

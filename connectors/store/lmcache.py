@@ -5,7 +5,7 @@ of tokens: nothing of the weights, and no salt. So what is loaded is as good as 
 """
 
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -184,11 +184,11 @@ def _numbers(data: Bytes, shape: PartShape) -> "np.ndarray[Any, np.dtype[Any]]":
 class _Unsealed(Sealer):
     """For values that others have written: nothing is behind them that could be looked at."""
 
-    def seal(self, key: bytes, value: Buffer) -> None:
+    def seal(self, key: bytes, value: Buffer, expires_at: int = 0) -> None:
         pass
 
     def check(self, key: bytes, value: Buffer) -> Check:
-        return _Believed(self._hash(b""), value, is_signed=False)
+        return _Believed(self._hash(b""), value, self._bind, is_signed=False)
 
 
 class _Believed(Check):
@@ -197,6 +197,10 @@ class _Believed(Check):
 
     def is_whole(self) -> bool:
         return True
+
+    @property
+    def expires_at(self) -> int:
+        return 0
 
 
 class _NoNews(StoreNews):
@@ -237,8 +241,8 @@ class _ChunkScheduler(StoreScheduler):
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
         self._keys.begin_step()
         confirmed = [msgspec.structs.replace(item, request=self._shown(item.request)) for item in view.confirmed]
-        waiting: Sequence[Sequence[bytes]] = ()  # of blocks: they cannot be looked up
-        return super().build_connector_meta(msgspec.structs.replace(view, confirmed=confirmed, waiting_keys=waiting))
+        unseen = {"waiting_keys": (), "waiting_terms": ()}  # of blocks: they cannot be looked up
+        return super().build_connector_meta(msgspec.structs.replace(view, confirmed=confirmed, **unseen))
 
     def order_tiers(self, order: CacheOrder) -> int:
         """Orders name keys of blocks: nothing is known of chunks by them."""

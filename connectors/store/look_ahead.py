@@ -5,11 +5,12 @@ fast tier may spare.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.store.plan import StoreAhead, StoreCut, Value
+from pdkv.wire.messages import KVTerms
 
 
 class LookAhead:
@@ -30,19 +31,25 @@ class LookAhead:
         self._num_users: Counter[bytes] = Counter()  # of a value
         self._num_tokens = 0
 
-    def update(self, waiting: Sequence[Sequence[bytes]]) -> tuple[list[StoreAhead], list[StoreAhead]]:
+    def update(
+        self, waiting: Sequence[Sequence[bytes]], terms: Sequence[KVTerms | None] = ()
+    ) -> tuple[list[StoreAhead], list[StoreAhead]]:
         """What is to be brought near, and what nobody waits for any more.
 
         Args:
             waiting: block keys of the first waiting requests, in the order of the queue.
+            terms: theirs; empty: none has any.
         """
         if not waiting and not self._window:
             return [], []
         chains = {keys[-1]: keys for keys in waiting if keys}
         left = [self._leave(last) for last in [*self._window] if last not in chains]
-        return self._enter(chains), [ahead for ahead in left if ahead is not None]
+        of_chains = {keys[-1]: kv_terms for keys, kv_terms in zip(waiting, terms, strict=False) if keys}
+        return self._enter(chains, of_chains), [ahead for ahead in left if ahead is not None]
 
-    def _enter(self, chains: dict[bytes, Sequence[bytes]]) -> list[StoreAhead]:
+    def _enter(
+        self, chains: Mapping[bytes, Sequence[bytes]], terms: Mapping[bytes, KVTerms | None]
+    ) -> list[StoreAhead]:
         """Requests that there is room for, without overtaking."""
         entered: list[StoreAhead] = []
         for last, keys in chains.items():
@@ -60,7 +67,7 @@ class LookAhead:
             self._num_users.update(value.key for value in values)
             self._window[last] = StoreAhead(self._make_key(), values)
             if new:
-                entered.append(StoreAhead(self._window[last].key, new))
+                entered.append(StoreAhead(self._window[last].key, new, terms.get(last)))
         return entered
 
     def _leave(self, last: bytes) -> StoreAhead | None:

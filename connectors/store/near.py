@@ -11,6 +11,7 @@ from pdkv.connectors.transfer.lanes import Lane
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import StoreError, TransferTimeout
 from pdkv.kv_store.base import KVStore
+from pdkv.wire.messages import KVTerms
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class Ahead(NamedTuple):
     """Values that will be loaded soon."""
 
     values: list[Value]
+    kv_terms: KVTerms | None = None  # of the request that will load them
 
 
 class Passed(NamedTuple):
@@ -40,9 +42,11 @@ class NearValues:
         self,
         store: KVStore,
         cut: StoreCut,
-        prefetch: Callable[[Sequence[Value], KVStore, float, Callable[[], None]], None],
+        prefetch: Callable[[Sequence[Value], KVStore, float, KVTerms | None, Callable[[], None]], None],
     ) -> None:
-        """`prefetch`: brings values into the first tier, until a deadline; calls what is given to it now and then."""
+        """`prefetch`: brings values into the first tier, until a deadline, on terms; calls what is given to it now and
+        then.
+        """
         self._store = store
         self._prefetch = prefetch
         self._cut = cut
@@ -56,20 +60,20 @@ class NearValues:
             if passed.values:
                 self._submit_one(worker, (f"{name}/passed", attempt), Passed(passed.values))
         for ahead in meta.ahead:
-            self._submit_one(worker, ahead.key, Ahead(ahead.values))
+            self._submit_one(worker, ahead.key, Ahead(ahead.values, ahead.kv_terms))
 
     def _submit_one(self, worker: TransferWorker, key: TransferKey, order: Ahead | Passed) -> None:
         """Every rank reports its end, also one that has nothing to do."""
         timeout_s = math.inf if isinstance(order, Passed) else 2 * MAX_AGE_S  # what is not let go is spared for ever
         worker.submit(key, "send", [Task(order, LANE, timeout_s=timeout_s)] if self.looks_ahead else [])
 
-    def bring(self, job: Job, values: Sequence[Value]) -> int:
+    def bring(self, job: Job, order: Ahead) -> int:
         """Nothing is loaded or saved: 0 bytes. A store that fails is no trouble of this job: a load will see."""
-        self._store.expect(self._keys_of(values))
+        self._store.expect(self._keys_of(order.values))
         first, *others = self._store.parts().values()
         if others:
             try:
-                self._prefetch(values, first, job.started + MAX_AGE_S, job.check)
+                self._prefetch(order.values, first, job.started + MAX_AGE_S, order.kv_terms, job.check)
             except (StoreError, TransferTimeout) as error:
                 logger.debug("values of waiting requests stay where they are: %s", error)
         return 0

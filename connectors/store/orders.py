@@ -18,7 +18,7 @@ from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, KVTerms, TierAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,10 @@ MAX_ORDERS = 16
 
 JOIN_TIMEOUT_S = 5.0
 
-Prefetch = Callable[[Sequence[Value], KVStore, float], None]
-"""(values, the first tier, deadline): read this rank's parts of those that the first tier lacks: so it gets them."""
+Prefetch = Callable[[Sequence[Value], KVStore, float, KVTerms | None], None]
+"""(values, the first tier, deadline, terms): read this rank's parts of those that the first tier lacks, so that it gets
+them, on these terms.
+"""
 
 _answers = msgspec.msgpack.Decoder(CacheAnswer)
 
@@ -171,7 +173,7 @@ class TierOrders:
                 first = next(iter(self._store.parts().values()))
                 if tier is not first or len(self._store.parts()) == 1:
                     raise StoreUnable("values are brought into the first of several tiers from those behind it")
-                self._prefetch(values, tier, deadline)
+                self._prefetch(values, tier, deadline, order.kv_terms)
         return self._count(order.keys, values, tier.contains(own))
 
     def _clear(self, tier: KVStore, keys: Sequence[bytes] | None) -> int:

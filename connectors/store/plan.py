@@ -21,7 +21,7 @@ from pdkv.connectors.store import envelope
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import ConfigError
-from pdkv.wire.messages import CacheOrder
+from pdkv.wire.messages import CacheOrder, KVTerms
 
 _SUFFIX = struct.Struct("<IHHHHH8s")  # tokens_per_value, shards, layer groups, shard, layer group, format, signer
 _KEY_BYTES = 16
@@ -291,6 +291,7 @@ class StoreLoad(msgspec.Struct):
     block_tables: list[list[int]]  # by KV group, the first block begins with token `start`; -1: nothing goes there
     layerwise: bool = False  # the request computes in this step, behind its load
     is_handoff: bool = False  # it is not for want of time that it is computed
+    kv_terms: KVTerms | None = None  # of the request that reads
 
 
 class BlockSpan(NamedTuple):
@@ -309,7 +310,8 @@ class StoreSave(msgspec.Struct, frozen=True):
     check: list[Value]  # believed to be stored; written where the store does not have them
     spans: list[BlockSpan]  # by KV group
     last: bool  # the transfer is complete with this save
-    replaced: list[bytes] = []  # keys of values that were damaged: what may still be there goes first
+    replaced: list[bytes] = []  # keys of values that were damaged or expired: what may still be there goes first
+    kv_terms: KVTerms | None = None  # on which they are kept
 
     @property
     def block_ids(self) -> list[int]:
@@ -329,6 +331,7 @@ class StoreAhead(NamedTuple):
 
     key: TransferKey
     values: list[Value]
+    kv_terms: KVTerms | None = None  # of the request
 
 
 class StoreMetadata(KVConnectorMetadata, kw_only=True):

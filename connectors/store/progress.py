@@ -16,6 +16,7 @@ class LoadProgress:
 
     def __init__(self, load: StoreLoad, num_parts: int) -> None:
         self.num_damaged = 0
+        self.num_expired = 0
         self._load = load
         self._num_open = {(value.start, value.group): num_parts for value in load.values}
         self._gap = load.stop
@@ -38,10 +39,11 @@ class LoadProgress:
         with self._lock:
             self._num_open[value.start, value.group] -= 1
 
-    def missed(self, values: Sequence[Value], num_damaged: int) -> None:
-        """These are not to be had, some of them because they are not what was saved."""
+    def missed(self, values: Sequence[Value], num_damaged: int, num_expired: int = 0) -> None:
+        """These are not to be had, some of them because they are not what was saved, or because their time is over."""
         with self._lock:
             self.num_damaged += num_damaged
+            self.num_expired += num_expired
             self._gap = min([self._gap, *(value.start for value in values)])
 
     def give_up(self, start: int) -> None:

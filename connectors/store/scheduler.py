@@ -50,7 +50,7 @@ from pdkv.connectors.store.plan import (
 )
 from pdkv.errors import IncompatiblePeers, KVNotFound, MalformedMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import CacheAnswer, CacheOrder, EngineCard, TierEvents
+from pdkv.wire.messages import CacheAnswer, CacheOrder, EngineCard, KVTerms, TierEvents
 
 SAVE_STEPS = 4
 """What decodes fill in so many steps is saved together: waking the saving threads costs more than a value."""
@@ -269,7 +269,9 @@ class StoreScheduler(SchedulerConnector):
         entries = slice(start // self._block_size, -(-stop // self._block_size))
         tables = [list(table[entries]) for table in block_tables]
         is_handoff = request.kv == "await_peer"
-        self._queued[key] = StoreLoad(key, values, start, stop, tables, is_handoff=is_handoff)
+        self._queued[key] = StoreLoad(
+            key, values, start, stop, tables, is_handoff=is_handoff, kv_terms=request.kv_terms
+        )
         self._loading[key] = _Loading(start, self._cut.whole_of(values))
         return None
 
@@ -283,7 +285,7 @@ class StoreScheduler(SchedulerConnector):
         saves = [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
         for key in (*view.preempted, *view.finished, *view.aborted):
             self._put_off.pop(key, None)
-        ahead, passed = self._look(view.waiting_keys)
+        ahead, passed = self._look(view.waiting_keys, view.waiting_terms)
         return StoreMetadata(
             step_id=view.step_id,
             needs_layer_hooks=any(load.layerwise for load in loads),
@@ -379,6 +381,7 @@ class StoreScheduler(SchedulerConnector):
             spans=[self._span(table, g, [*values, *check]) for g, table in enumerate(confirmed.block_tables)],
             last=confirmed.last,
             replaced=self.lookups.barred(keys),
+            kv_terms=confirmed.request.kv_terms,
         )
 
     def _span(self, table: Sequence[int], group: int, values: Sequence[Value]) -> BlockSpan:
@@ -399,10 +402,12 @@ class StoreScheduler(SchedulerConnector):
         over = [*view.aborted, *(key for key in view.finished if key not in handed_off)]
         return [StoreDrop(key, self._handoffs.pop(key)) for key in over if key in self._handoffs]
 
-    def _look(self, waiting_keys: Sequence[Sequence[bytes]]) -> tuple[list[StoreAhead], list[StoreAhead]]:
+    def _look(
+        self, waiting_keys: Sequence[Sequence[bytes]], waiting_terms: Sequence[KVTerms | None]
+    ) -> tuple[list[StoreAhead], list[StoreAhead]]:
         """What waiting requests may find: looked up, unless they have asked themselves, and brought near."""
         if self._look_ahead is not None:
-            return self._look_ahead.update(waiting_keys)
+            return self._look_ahead.update(waiting_keys, waiting_terms)
         for keys in waiting_keys:
             if self._is_first_sight(keys):
                 self._found_ahead(keys)
@@ -486,7 +491,9 @@ class StoreScheduler(SchedulerConnector):
                 self._load_failed(loading, outcome)
 
     def _load_failed(self, loading: _Loading, outcome: TransferOutcome) -> None:
-        """What came is sound. Behind damage nothing is: nobody has looked at it, and the next save replaces it."""
+        """What came is sound. Behind damage nothing is: nobody has looked at it, and the next save replaces it. So it
+        does behind what has expired: a store that knows nothing of ends would keep the old values.
+        """
         stop = loading.start + outcome.num_tokens
         came = [value for value in loading.values if value.stop <= stop]
         others = [value for value in loading.values if value.stop > stop]
@@ -495,7 +502,7 @@ class StoreScheduler(SchedulerConnector):
         self._news.stored(came)
         if outcome.code == KVNotFound.code:  # what is behind the first one may be there, and is of no use without it
             self._news.missing(others[:1])
-        if outcome.num_damaged:
+        if outcome.num_damaged or outcome.num_expired:
             self.lookups.bar([value.key for value in others])
 
     def take_events(self) -> Sequence[TierEvents]:

@@ -2,23 +2,26 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from pdkv.connectors.store.envelope import Sealer
+from pdkv.connectors.store.envelope import Check, Sealer
 from pdkv.connectors.store.pieces import Slot
 from pdkv.errors import KVCorrupted, StoreError
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.read_meter import ReadMeter
+from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.log_limit import LogLimit
+from pdkv.wire.messages import KVTerms
 
 logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
-"""The shortest time between two log lines about damaged values."""
+"""The shortest time between two log lines about damaged values, or about saves that fail."""
 
 
-State = Literal["whole", "damaged", "absent"]
+State = Literal["whole", "expired", "damaged", "absent"]
 
 
 class Reading(NamedTuple):
@@ -26,66 +29,84 @@ class Reading(NamedTuple):
 
     missing: list[Slot]  # not in the store, or not what was saved
     num_damaged: int  # values that were not what was saved
+    num_expired: int = 0  # values whose time was over
 
 
 class SealedValues:
     """A store's values, none of which is believed. Threads may share it; `store` is for calls that read no value."""
 
-    def __init__(self, store: KVStore, sealer: Sealer) -> None:
+    def __init__(self, store: KVStore, sealer: Sealer, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: unix time, by which values end."""
         self.store = store
         self.meter = ReadMeter()
         self._sealer = sealer
+        self._clock = clock
         self._lock = threading.Lock()  # guards what follows
         self._num_seen = 0  # of what the store itself has found damaged
         self._num_untold = 0
         self._log_limit = LogLimit(QUIET_S)
 
-    def put(self, slots: Sequence[Slot]) -> None:
-        """Store values whose bodies are in their slots. Raises what the store raises."""
+    def put(self, slots: Sequence[Slot], kv_terms: KVTerms | None = None) -> None:
+        """Store values whose bodies are in their slots, on these terms. Raises what the store raises."""
+        terms = NO_TERMS if kv_terms is None else self._terms_now(kv_terms)
         for slot in slots:
-            self._sealer.seal(slot.key, slot.view)
-        self.store.put([(slot.key, slot.view) for slot in slots])
+            self._sealer.seal(slot.key, slot.view, terms.expires_at)
+        items = [(slot.key, slot.view) for slot in slots]
+        if kv_terms is None:
+            self.store.put(items)
+        else:
+            self.store.put_on_terms(items, {slot.key: terms for slot in slots})
 
-    def get(self, slots: Sequence[Slot], use: Callable[[Slot], None]) -> Reading:
+    def _terms_now(self, kv_terms: KVTerms) -> Terms:
+        """Of a value that is written now. Its end is rounded down to a second: nobody uses it for longer."""
+        expires_at = 0 if kv_terms.ttl_s is None else max(int(self._clock() + kv_terms.ttl_s), 1)
+        return Terms(expires_at, kv_terms.owner, kv_terms.quota_bytes)
+
+    def get(self, slots: Sequence[Slot], use: Callable[[Slot], None], kv_terms: KVTerms | None = None) -> Reading:
         """Read values into their slots and call `use` for each one that is whole, which may raise KVCorrupted.
 
         What is there and is not whole is looked at once more, since somebody may be replacing it; then it is deleted,
-        so that the next save can put a sound value in its place.
+        so that the next save can put a sound value in its place. So is what is whole and whose time is over.
+
+        Args:
+            kv_terms: of whoever reads; copies that the store makes of what is read are in that owner's room.
 
         Raises:
             StoreError: the store does not answer.
         """
-        damaged: list[Slot] = []
-        absent: list[Slot] = []
-        for slot, state in zip(slots, self._read(slots), strict=True):
+        missed: dict[State, list[Slot]] = {"damaged": [], "absent": [], "expired": []}
+        for slot, state in zip(slots, self._read(slots, kv_terms), strict=True):
             if state != "whole" or not _is_used(slot, use):
-                (absent if state == "absent" else damaged).append(slot)
-        if not damaged and not absent:
+                missed["damaged" if state == "whole" else state].append(slot)
+        if not any(missed.values()):
             return Reading([], 0)
-        missing, num_misfits = self._look_again(damaged, absent, use)
-        num_damaged = len(damaged) + num_misfits + self._num_found_by_store()
+        missing, num_misfits = self._look_again(missed, use, kv_terms)
+        num_damaged = len(missed["damaged"]) + num_misfits + self._num_found_by_store()
         self._tell(num_damaged)
-        return Reading(missing, num_damaged)
+        return Reading(missing, num_damaged, len(missed["expired"]))
 
-    def _read(self, slots: Sequence[Slot]) -> list[State]:
+    def _read(self, slots: Sequence[Slot], kv_terms: KVTerms | None) -> list[State]:
         """Read values into their slots, and check them as they come in, while their bytes are in the cache."""
         checks = [self._sealer.check(slot.key, slot.view) for slot in slots]
+        owner, quota = (0, None) if kv_terms is None else (kv_terms.owner, kv_terms.quota_bytes)
         with self.meter.reading():
-            found = self.store.read(
+            found = self.store.read_on_terms(
                 [slot.key for slot in slots],
                 [slot.view for slot in slots],
                 lambda index, stop: checks[index].arrived(stop),
+                lambda index: Terms(checks[index].expires_at, owner, quota),
             )
         self.meter.add(sum(slot.view.nbytes for slot, is_found in zip(slots, found, strict=True) if is_found))
-        return [
-            "absent" if not is_found else "whole" if check.is_whole() else "damaged"
-            for is_found, check in zip(found, checks, strict=True)
-        ]
+        now = self._clock()
+        return [_state_of(check, now) if is_found else "absent" for is_found, check in zip(found, checks, strict=True)]
 
     def _look_again(
-        self, damaged: list[Slot], absent: list[Slot], use: Callable[[Slot], None]
+        self, missed: Mapping[State, list[Slot]], use: Callable[[Slot], None], kv_terms: KVTerms | None
     ) -> tuple[list[Slot], int]:
-        """What is missing for good, and how many values of another size were in the way."""
+        """What is missing for good, and how many values of another size were in the way. What nobody may use is
+        deleted.
+        """
+        damaged, absent, expired = missed["damaged"], missed["absent"], missed["expired"]
         misfits: list[Slot] = []
         good: set[bytes] = set()
         try:
@@ -93,13 +114,14 @@ class SealedValues:
             misfits = [slot for slot, is_there in zip(absent, there, strict=True) if is_there]
             suspects = [*damaged, *misfits]
             if suspects:
-                for slot, state in zip(suspects, self._read(suspects), strict=True):
+                for slot, state in zip(suspects, self._read(suspects, kv_terms), strict=True):
                     if state == "whole" and _is_used(slot, use):
                         good.add(slot.key)
-                self.store.delete([slot.key for slot in suspects if slot.key not in good])
-        except StoreError as error:  # what is damaged is a miss all the same
-            logger.debug("damaged values stay in the store: %s", error)
-        missing = [slot for slot in (*damaged, *absent) if slot.key not in good]
+            if suspects or expired:
+                self.store.delete([slot.key for slot in (*suspects, *expired) if slot.key not in good])
+        except StoreError as error:  # what nobody may use is a miss all the same
+            logger.debug("damaged or expired values stay in the store: %s", error)
+        missing = [slot for slot in (*damaged, *absent, *expired) if slot.key not in good]
         return missing, sum(slot.key not in good for slot in misfits)
 
     def _num_found_by_store(self) -> int:
@@ -120,6 +142,13 @@ class SealedValues:
             "pdkv_engine_kv_damaged_values_total in /metrics (next report in %g s at the earliest)",
             num_damaged, QUIET_S,
         )  # fmt: skip
+
+
+def _state_of(check: Check, now: float) -> State:
+    """Of a value that was there."""
+    if not check.is_whole():
+        return "damaged"
+    return "expired" if Terms(check.expires_at).are_over(now) else "whole"
 
 
 def _is_used(slot: Slot, use: Callable[[Slot], None]) -> bool:

@@ -38,7 +38,7 @@ from pdkv.connectors.store.plan import (
     Value,
 )
 from pdkv.connectors.store.progress import LayerLoad, LoadProgress
-from pdkv.connectors.store.values import SealedValues
+from pdkv.connectors.store.values import QUIET_S, SealedValues
 from pdkv.connectors.transfer.jobs import Transfer
 from pdkv.connectors.transfer.lanes import Lane, LaneConfig
 from pdkv.connectors.transfer.planning import Bytes, Ids, unit_index
@@ -48,7 +48,8 @@ from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
 from pdkv.kv_store.base import KVStore
-from pdkv.wire.messages import ConnectorStats
+from pdkv.log_limit import LogLimit
+from pdkv.wire.messages import ConnectorStats, KVTerms
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,8 @@ class StoreWorker(TransferWorker):
         self._pace = Pace()
         self._wake = notify
         self._block_size = config.layout.block_size
-        self._saves_fail = False  # the last one did: told once
+        self._told_that_saves_fail = False  # the last one did
+        self._log_limit = LogLimit(QUIET_S)
         self._numbers = count()
         self._progress: dict[TransferKey, LoadProgress] = {}  # of loads under way
         self._layer_loads: dict[TransferKey, LayerLoad] = {}  # of this step and, until they ended, earlier ones
@@ -274,8 +276,8 @@ class StoreWorker(TransferWorker):
             case _Write() as order:
                 with self._hidden.measure("save"):
                     return self._reported(lambda: self._write(job, order))
-            case Ahead(values):
-                return self._near.bring(job, values)
+            case Ahead() as ahead:
+                return self._near.bring(job, ahead)
             case Passed(values):
                 return self._near.let_go(values)
             case _Delete(keys):
@@ -283,20 +285,25 @@ class StoreWorker(TransferWorker):
         raise AssertionError(job.order)
 
     def _reported(self, save: Callable[[], int]) -> int:
-        """Run a save; log the first failure after a success, and the first success after a failure."""
+        """Run a save; log the first failure after a success, and the first success after that. Once a minute, since a
+        tenant's saves may all fail for want of its quota, while those of others succeed.
+        """
         try:
             num_bytes = save()
         except TransferCancelled:
             raise
         except TransferError as error:
             self.num_failed_saves += 1
-            if not self._saves_fail:
-                logger.warning("KV is not saved (%s: %s); not reported again until a save succeeds", error.code, error)
-            self._saves_fail = True
+            if not self._told_that_saves_fail and self._log_limit.passes():
+                self._told_that_saves_fail = True
+                logger.warning(
+                    "KV is not saved (%s: %s); not reported again until a save succeeds, and not within %g s",
+                    error.code, error, QUIET_S,
+                )  # fmt: skip
             raise
-        if self._saves_fail:
+        if self._told_that_saves_fail:
             logger.warning("KV is saved again, %d saves failed since the start", self.num_failed_saves)
-        self._saves_fail = False
+        self._told_that_saves_fail = False
         return num_bytes
 
     def _read(self, job: Job, order: _Read) -> int:
@@ -318,9 +325,10 @@ class StoreWorker(TransferWorker):
                 slots = [slot for slot in lay_out(pieces, buffer) if progress.wants(slot.value)]
                 if slots:
                     began = time.monotonic()
-                    reading = self._values.get(slots, use)
+                    reading = self._values.get(slots, use, load.kv_terms)
                     self._pace.note(num_bytes, time.monotonic() - began)
-                    progress.missed([slot.value for slot in reading.missing], reading.num_damaged)
+                    missing = [slot.value for slot in reading.missing]
+                    progress.missed(missing, reading.num_damaged, reading.num_expired)
         except BaseException:
             if layers is not None:
                 layers.fail()
@@ -345,11 +353,17 @@ class StoreWorker(TransferWorker):
         return self._forms.in_form(order.pieces, self._cut.forms[-1] if form is None else form)
 
     def _prefetch(
-        self, values: Sequence[Value], first: KVStore, deadline: float, check: Callable[[], None] = lambda: None
+        self,
+        values: Sequence[Value],
+        first: KVStore,
+        deadline: float,
+        kv_terms: KVTerms | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Read this rank's parts of what the first tier lacks: those behind it are copied there by that.
 
         Args:
+            kv_terms: on which they are copied.
             check: raises where it has to stop; called between two buffers.
 
         Raises:
@@ -365,7 +379,7 @@ class StoreWorker(TransferWorker):
                 there = first.contains([slot.key for slot in slots])
                 missing = [slot for slot, is_there in zip(slots, there, strict=True) if not is_there]
                 if missing:
-                    self._values.get(missing, lambda slot: None)
+                    self._values.get(missing, lambda slot: None, kv_terms)
 
     def _fill_blocks(self, job: Job, load: StoreLoad, slot: Slot) -> None:
         """Raises KVCorrupted for a body that no codec has made; nothing is in the blocks then."""
@@ -395,7 +409,9 @@ class StoreWorker(TransferWorker):
             return outcome
         code = outcome.code or progress.code
         num_tokens = progress.num_tokens if code else 0
-        return outcome._replace(code=code, num_tokens=num_tokens, num_damaged=progress.num_damaged)
+        return outcome._replace(
+            code=code, num_tokens=num_tokens, num_damaged=progress.num_damaged, num_expired=progress.num_expired
+        )
 
     def _write(self, job: Job, order: _Write) -> int:
         values = order.values
@@ -412,7 +428,7 @@ class StoreWorker(TransferWorker):
                 job.check()
                 if replaced := [slot.key for slot in slots if slot.value.key in order.save.replaced]:
                     self._values.store.delete(replaced)
-                self._values.put(slots)
+                self._values.put(slots, order.save.kv_terms)
                 num_bytes += sum(slot.data.nbytes for slot in slots)
         return num_bytes
 

@@ -18,6 +18,7 @@ class _Pending:
         self.seconds = 0.0
         self.num_tokens = maxsize  # where no rank failed
         self.num_damaged = 0
+        self.num_expired = 0
         self.notes: tuple[bytes, ...] = ()
 
     def add(self, rank: int, outcome: TransferOutcome, *, failed: bool) -> None:
@@ -29,13 +30,16 @@ class _Pending:
         self.num_bytes += outcome.num_bytes
         self.seconds = max(self.seconds, outcome.seconds)
         self.num_damaged += outcome.num_damaged
+        self.num_expired += outcome.num_expired
         self.notes += outcome.notes
 
     @property
     def outcome(self) -> TransferOutcome:
         """The outcome of all ranks together."""
         num_tokens = self.num_tokens if self.failed else 0
-        return TransferOutcome(self.code, self.num_bytes, self.seconds, num_tokens, self.num_damaged, self.notes)
+        return TransferOutcome(
+            self.code, self.num_bytes, self.seconds, num_tokens, self.num_damaged, self.notes, self.num_expired
+        )
 
 
 class TransferAggregator:
@@ -43,8 +47,8 @@ class TransferAggregator:
 
     A transfer has finished when all ranks finished it. It has failed when all ended it and one failed: until then the
     others may still touch its blocks. The code is that of the one that failed first, or KVCorrupted's, which is why a
-    peer gives the others up. Bytes, damaged values and notes are summed; the slowest rank gives the
-    seconds, the one with the fewest first tokens gives those of a failed load.
+    peer gives the others up. Bytes, damaged and expired values and notes are summed; the slowest rank
+    gives the seconds, the one with the fewest first tokens gives those of a failed load.
     """
 
     def __init__(self, num_ranks: int) -> None:

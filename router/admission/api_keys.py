@@ -20,7 +20,9 @@ import msgspec
 from msgspec import Meta
 
 from pdkv.errors import ConfigError, Unauthorized
+from pdkv.options import parse_size
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
+from pdkv.wire.messages import MAX_KV_QUOTA_BYTES, MAX_KV_TTL_S, KVTerms
 
 MAX_KEYS = 1024
 """Keys of one file: each is a label of metrics."""
@@ -46,6 +48,8 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tokens_per_minute: _Count = 0
     salt: Annotated[str, Meta(max_length=256)] = ""
     admin: bool = False
+    kv_ttl_s: Annotated[int, Meta(ge=0, le=MAX_KV_TTL_S)] = 0
+    kv_quota: str | int | None = None  # a size
 
     @property
     def digest(self) -> bytes:
@@ -54,16 +58,39 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def grant(self) -> Grant:
-        """A key without a salt of its own has one that nobody can know, and that ends with the key."""
+        """A key without a salt of its own has one that nobody can know, and that ends with the key.
+
+        What was stored on another time to live may be older than this one allows, and nothing tells how old it is. So
+        the time to live is part of the salt: such values are not found.
+        """
+        salt = self.salt or _digest_text(f"pdkv salt {self.hash}")
         return Grant(
             weight=self.weight,
             best_priority=self.priority,
             max_requests=self.max_requests,
             max_streams=self.max_streams,
             tokens_per_minute=self.tokens_per_minute,
-            salt=self.salt or hashlib.sha256(f"pdkv salt {self.hash}".encode()).hexdigest(),
+            salt=_digest_text(f"pdkv kv_ttl_s {self.kv_ttl_s} {salt}") if self.kv_ttl_s else salt,
             admin=self.admin,
+            kv_terms=self._kv_terms(salt),
         )
+
+    @property
+    def kv_quota_bytes(self) -> int | None:
+        """Raises ConfigError where kv_quota is no size."""
+        if self.kv_quota is None:
+            return None
+        size = parse_size(str(self.kv_quota))
+        if size > MAX_KV_QUOTA_BYTES:
+            raise ConfigError(f"a size of at most {MAX_KV_QUOTA_BYTES} bytes was expected, got {self.kv_quota!r}")
+        return size
+
+    def _kv_terms(self, salt: str) -> KVTerms | None:
+        """Keys with one salt share their KV, and so a quota."""
+        if not self.kv_ttl_s and self.kv_quota is None:
+            return None
+        digest = hashlib.blake2b(salt.encode(), digest_size=8, person=b"pdkv-kv-owner").digest()
+        return KVTerms(int.from_bytes(digest) >> 1 or 1, self.kv_ttl_s or None, self.kv_quota_bytes)
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,9 +196,17 @@ def _checked(keys: list[_Key], path: Path) -> list[_Key]:
         raise ConfigError(f"the key file {path} has a key named {ANONYMOUS!r}, which stands for clients without a key")
     hashes = [key.hash for key in keys]
     for key in keys:
+        _check_quota(key, path)
         if hashes.count(key.hash) > 1:
             raise ConfigError(f"the key file {path} has the hash of the key {key.name!r} twice")
     return keys
+
+
+def _check_quota(key: _Key, path: Path) -> None:
+    try:
+        _ = key.kv_quota_bytes
+    except ConfigError as error:
+        raise ConfigError(f"the key file {path}: kv_quota of the key {key.name!r}: {error}") from None
 
 
 def make_key(name: str, *, admin: bool = False) -> tuple[str, str]:
@@ -193,6 +228,10 @@ def make_key(name: str, *, admin: bool = False) -> tuple[str, str]:
         *(["admin = true"] if admin else []),
     ]
     return key, "\n".join(lines) + "\n"
+
+
+def _digest_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(key: str) -> bytes:

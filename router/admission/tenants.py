@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdkv.errors import InvalidRequest, TooManyRequests
+from pdkv.wire.messages import KVTerms
 
 TENANT = "pdkv.tenant"
 """Where a scope names the Tenant whose request it is; absent: clients need no key."""
@@ -26,6 +27,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: int = 0  # of prompts and outputs
     salt: str = ""  # its own part of every cache salt; "": it shares its cache with others that have none
     admin: bool = False  # may use /admin, and /metrics and /topology where they are protected
+    kv_terms: KVTerms | None = None  # on which its KV is kept below the engines' own pools
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """What each tier of KV holds and gave, as operators see it: engines' pools, and the tiers of stores below them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -9,13 +10,15 @@ from pdkv.router.engines.fleet import EngineSnapshot
 from pdkv.wire.messages import ConnectorStats
 
 
-def describe_caches(engines: Sequence[EngineSnapshot]) -> dict[str, Any]:
-    """JSON-ready: {"engines": [each that has reported]}.
+def describe_caches(
+    engines: Sequence[EngineSnapshot], names: Mapping[int, Sequence[str]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """JSON-ready: {"engines": [each that has reported]}. `names`: of the API keys, by owner of their KV.
 
     Of an engine: the blocks of its pool by class, its prompts' tokens by source, its tiers, fastest first, and its
-    connectors over stores. Values and bytes of a tier are those that this engine wrote; a tier that does not know them
-    says only what it gave. Of a connector: seconds of loads and saves, and which share of them was hidden behind
-    computing; it has no share where it has no seconds.
+    connectors over stores. Values and bytes of a tier are those that this engine wrote, and `keys` has the bytes of
+    those with terms; a tier that does not know them says only what it gave. Of a connector: seconds of loads and saves,
+    and which share of them was hidden behind computing; it has no share where it has no seconds.
     """
     return {
         "engines": [
@@ -25,7 +28,7 @@ def describe_caches(engines: Sequence[EngineSnapshot]) -> dict[str, Any]:
                 "blocks": msgspec.to_builtins(engine.load.blocks),
                 "prompt_tokens": msgspec.structs.asdict(engine.load.sources),
                 "tiers": [
-                    _describe_tier(part, stats)
+                    _describe_tier(part, stats, names)
                     for part, stats in sorted(engine.load.connectors.items())
                     if stats.held is not None
                 ],
@@ -41,14 +44,14 @@ def describe_caches(engines: Sequence[EngineSnapshot]) -> dict[str, Any]:
     }
 
 
-def _describe_tier(part: str, stats: ConnectorStats) -> dict[str, Any]:
+def _describe_tier(part: str, stats: ConnectorStats, names: Mapping[int, Sequence[str]]) -> dict[str, Any]:
     told = {"tier": part, "hits": stats.tier_hits, "failures": stats.tier_failures}
     if stats.held is None or not stats.held.capacity:
         return told
     held = stats.held
-    return told | {
-        "values": held.values, "bytes": held.num_bytes, "capacity": held.capacity, "evictions": held.evicted
-    }  # fmt: skip
+    told |= {"values": held.values, "bytes": held.num_bytes, "capacity": held.capacity, "evictions": held.evicted}
+    keys = {", ".join(names[owner]): num_bytes for owner, num_bytes in held.owned.items() if owner in names}
+    return told | {"keys": keys} if keys else told
 
 
 def _describe_times(part: str, stats: ConnectorStats) -> dict[str, Any]:

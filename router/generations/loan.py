@@ -57,6 +57,7 @@ class Loan:
             kv="handoff",
             label=request.label,
             traceparent=request.traceparent,
+            kv_terms=request.kv_terms,
         )
 
     def grant(self, message: HandedOff) -> bool:

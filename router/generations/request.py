@@ -8,7 +8,7 @@ import msgspec
 
 from pdkv.block_keys import extend_keys
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import FinishReason, Order, PromptLogprobs, TokenLogprob
+from pdkv.wire.messages import FinishReason, KVTerms, Order, PromptLogprobs, TokenLogprob
 
 
 class PromptKeys:
@@ -35,6 +35,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     choice: int = 0
     cache_salt: str = ""
+    kv_terms: KVTerms | None = None  # of what engines store of its KV
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran; empty: none
     timeout_s: float  # until its last token; infinite: as long as it gets on

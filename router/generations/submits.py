@@ -49,4 +49,5 @@ def make_submit(
         label=request.label,
         traceparent=request.traceparent,
         load_timeout_s=load_timeout_s,
+        kv_terms=request.kv_terms,
     )

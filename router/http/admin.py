@@ -78,7 +78,7 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
         return json_response(dispatcher.topology())
 
     async def show_cache(request: Request) -> Response:
-        return json_response(describe_caches(dispatcher.engines()))
+        return json_response(describe_caches(dispatcher.engines()) if caches is None else caches.describe())
 
     async def get_engine(request: Request) -> Response:
         name, until = request.path_params["name"], request.query_params.get("until")

@@ -12,6 +12,8 @@ from pdkv.errors import TransferTimeout as LateTier
 from pdkv.limits import check_cache_salt, clip
 from pdkv.options import did_you_mean
 from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.tenants import Tenant
+from pdkv.router.engines.cache_view import describe_caches
 from pdkv.router.engines.fleet import EngineState, Fleet
 from pdkv.router.generations.request import GenerateRequest
 from pdkv.router.http.chat import read_conversation
@@ -20,7 +22,7 @@ from pdkv.router.http.prompts import check_length, encode
 from pdkv.router.http.protocol import Message, TokenizeChatBody
 from pdkv.router.http.served_model import ServedModel
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import CacheAction, CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.messages import CacheAction, CacheAnswer, CacheOrder, KVTerms, TierAnswer
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
@@ -78,6 +80,14 @@ class CachePages:
         self._model = model
         self._keys = keys
 
+    def describe(self) -> dict[str, Any]:
+        """What pools and tiers hold and gave (engines/cache_view.py), JSON-ready."""
+        names: dict[int, list[str]] = {}
+        for tenant in self._keys.tenants if self._keys is not None else ():
+            if tenant.grant.kv_terms is not None:
+                names.setdefault(tenant.grant.kv_terms.owner, []).append(tenant.name)
+        return describe_caches(self._dispatcher.engines(), names)
+
     async def answer(self, action: str, data: bytes | bytearray) -> dict[str, Any]:
         """JSON-ready: {"prompt_tokens", "engines": [{"name", "role", "tiers": […]}]}.
 
@@ -97,7 +107,13 @@ class CachePages:
         if action == "prefetch" and body.engine is None:
             engines = _one_of(engines, keys or ())
         order = CacheOrder(
-            order_id="", action=action, keys=keys, tier=body.tier, ttl_s=body.ttl_s, timeout_s=body.timeout_s
+            order_id="",
+            action=action,
+            keys=keys,
+            tier=body.tier,
+            ttl_s=body.ttl_s,
+            timeout_s=body.timeout_s,
+            kv_terms=self._terms_of(body) if action == "prefetch" else None,
         )
         if action == "prefetch" and body.tier == POOL:
             await self._load(engines[0].name, order, tokens, self._salt_of(body))
@@ -126,6 +142,7 @@ class CachePages:
             prompt_token_ids=[*tokens[:num_found], *behind][: self._model().max_model_len - 1],
             params=SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True),
             cache_salt=salt,
+            kv_terms=order.kv_terms,
             timeout_s=order.timeout_s,
             label="cache-prefetch",
         )
@@ -158,13 +175,21 @@ class CachePages:
     def _salt_of(self, body: CacheBody) -> str:
         salt = body.cache_salt or ""
         check_cache_salt(salt)
+        tenant = self._tenant_of(body)
+        return salt if tenant is None else tenant.salted(salt)
+
+    def _terms_of(self, body: CacheBody) -> KVTerms | None:
+        tenant = self._tenant_of(body)
+        return None if tenant is None else tenant.grant.kv_terms
+
+    def _tenant_of(self, body: CacheBody) -> Tenant | None:
         if body.api_key is None:
-            return salt
+            return None
         tenants = {tenant.name: tenant for tenant in self._keys.tenants} if self._keys is not None else {}
         if body.api_key not in tenants:
             known = did_you_mean(body.api_key, tenants)
             raise InvalidRequest(f"there is no API key named {clip(body.api_key)!r}{known}", param="api_key")
-        return tenants[body.api_key].salted(salt)
+        return tenants[body.api_key]
 
 
 def _given(body: CacheBody) -> list[str]:

@@ -132,6 +132,7 @@ class Choice:
             params=self._params,
             choice=self.index % self._job.n,
             cache_salt=self._job.cache_salt,
+            kv_terms=self._job.kv_terms,
             priority=self._job.priority,
             affinity=self._job.affinity,
             timeout_s=timeout_s,

@@ -161,8 +161,10 @@ class GenerateEndpoint:
             )
         lengths = [len(prompt.token_ids) for prompt in job.prompts]
         visit.hold(lengths, job.n, job.params.max_tokens, stream=job.stream)
-        salt = tenant.salted(job.cache_salt)
-        return job if salt == job.cache_salt else msgspec.structs.replace(job, cache_salt=salt)
+        salt, terms = tenant.salted(job.cache_salt), tenant.grant.kv_terms
+        if salt == job.cache_salt and terms is None:
+            return job
+        return msgspec.structs.replace(job, cache_salt=salt, kv_terms=terms)
 
     async def _receive_job(
         self,

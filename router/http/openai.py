@@ -31,7 +31,7 @@ from pdkv.router.http.shapes import read_shape
 from pdkv.router.http.tools import answer_format, call_rules, check_tools
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, with_bad_word_ids
-from pdkv.wire.messages import PROBE_SALT
+from pdkv.wire.messages import PROBE_SALT, KVTerms
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -68,6 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     num_prompt_logprobs: int | None = None  # asked for by name; echo has its own way to show them
     cache_salt: str = ""
+    kv_terms: KVTerms | None = None  # its tenant's; no client can ask for any
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran
     answer: AnswerFormat | None = None  # how its calls and thoughts are told from its text; None: it is all text

@@ -16,12 +16,16 @@ from pdkv.connectors.base import (
 )
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.wire.messages import KVTerms
 
 PROMPT = list(range(100, 122))  # 6 blocks of 4
 
 
 def observed(
-    monkeypatch: pytest.MonkeyPatch, observes: Observed, **options: str
+    monkeypatch: pytest.MonkeyPatch,
+    observes: Observed,
+    max_num_seqs: int = 8,
+    **options: str,
 ) -> tuple[EngineCore, list[SchedulerView]]:
     """An engine whose connector observes that, and all views that it is shown."""
     views: list[SchedulerView] = []
@@ -34,7 +38,7 @@ def observed(
     monkeypatch.setattr(StandInStoreScheduler, "observes", observes)
     monkeypatch.setattr(StandInStoreScheduler, "build_connector_meta", seen)
     options = {"fabric": f"views-{observes}", "mode": "store", **options}
-    return make_core(options=options, num_blocks=64, limits=SchedulerLimits(8, 256)), views
+    return make_core(options=options, num_blocks=64, limits=SchedulerLimits(max_num_seqs, 256)), views
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,30 @@ def test_confirmed_tokens_are_shown_in_as_large_parts_as_the_connector_wants(
     core.handle("r", submit(PROMPT, max_tokens=14), 0.0)
     run(core)
     assert [(item.start, item.stop) for view in views for item in view.confirmed] == told
+
+
+def test_a_requests_terms_are_shown_while_it_waits_and_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = KVTerms(owner=7, ttl_s=60)
+    core, views = observed(monkeypatch, Observed())
+    core.handle("r", submit(PROMPT, request_id="t", kv_terms=terms), 0.0)
+    core.handle("r", submit([2 * t for t in PROMPT], request_id="n"), 0.0)
+    run(core)
+    shown = {item.request.request_id: item.request.kv_terms for view in views for item in view.confirmed}
+    assert shown == {"t": terms, "n": None}
+
+
+def test_terms_of_waiting_requests_are_shown_in_their_order_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terms = KVTerms(owner=7, ttl_s=60)
+    core, views = observed(monkeypatch, Observed(), max_num_seqs=1, fabric="waiting-terms")
+    for number, kv_terms in enumerate((None, None, terms)):
+        core.handle("r", submit([t + number for t in PROMPT], request_id=f"{number}", kv_terms=kv_terms), 0.0)
+    run(core)
+    shown = [(len(view.waiting_keys), list(view.waiting_terms)) for view in views]
+    assert (2, [None, terms]) in shown
+    assert (0, []) in shown
+    assert all(len(terms) in (0, num_keys) for num_keys, terms in shown)
 
 
 def test_a_hand_off_is_shown_at_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

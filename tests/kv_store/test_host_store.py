@@ -118,8 +118,8 @@ def test_what_it_holds_and_gave_is_counted(open_: Open) -> None:
     room = own(store).segment.num_pages // 3
     put(store, *range(room + 2))
     assert has(other, 0, room + 1) == [True, False]
-    assert store.count_tiers() == {"0-host": (0, 0, (room, room * 3 * PAGE_BYTES, CAPACITY, 2))}
-    assert other.count_tiers() == {"0-host": (1, 0, (0, 0, CAPACITY, 0))}
+    assert store.count_tiers() == {"0-host": (0, 0, (room, room * 3 * PAGE_BYTES, CAPACITY, 2, {}))}
+    assert other.count_tiers() == {"0-host": (1, 0, (0, 0, CAPACITY, 0, {}))}
     store.delete([key(0)])
     assert store.count_held().values == room - 1
 

@@ -1,5 +1,6 @@
 """What is Redis's own: memory limits, times to live, passwords, errors in the middle of a batch."""
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from store_servers import RedisServer
 
 from pdkv.errors import StoreError, StoreFull, StoreUnavailable
 from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.terms import Terms
 
 Open = Callable[..., KVStore]
 MIB = 1 << 20
@@ -82,6 +84,23 @@ def test_a_value_whose_time_is_over_is_a_miss_and_can_be_put_again(
     assert get(store, b"over", size=10) == [False]
     store.put(items(b"over", size=10))
     assert get(store, b"over", size=10) == [True]
+
+
+def test_a_value_has_the_earlier_end_of_its_own_and_the_stores(
+    redis_url: str, client: redis.Redis, open_: Open
+) -> None:
+    now = time.time()
+    ends = {b"soon": now + 50, b"late": now + 1e6, b"never": 0, b"far off": 2.0**64 - 4096, b"past": now - 1}
+    terms = {name: Terms(int(end)) for name, end in ends.items()}
+    for ttl_s, store in ((100, open_(redis_url, ttl_s="100")), (None, open_(redis_url))):
+        store.put_on_terms(items(*ends, size=10), terms)
+        left = {name: client.pttl(b"pdkv:" + name) for name in ends}
+        assert 0 < left[b"soon"] <= 50_000
+        assert 0 < left[b"late"] <= (100_000 if ttl_s else 1e9)
+        assert left[b"never"] <= 100_000 if ttl_s else left[b"never"] == -1
+        assert left[b"far off"] > 0
+        assert left[b"past"] == -2, "it is not there"
+        store.delete(list(ends))
 
 
 def test_a_key_of_another_kind_is_an_error_of_that_call(redis_url: str, client: redis.Redis, open_: Open) -> None:

@@ -1,9 +1,11 @@
 """Several stores as one: what a slower one had, what a failing one costs."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 from store_servers import RedisServer
 
 from pdkv.errors import StoreTimeout, StoreUnavailable
@@ -12,6 +14,7 @@ from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.redis_store import RedisStore
+from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tiers import TieredStore
 
 SIZE = 1000
@@ -49,9 +52,9 @@ def test_a_put_goes_to_all_tiers(tiers: TieredStore) -> None:
 
 
 def test_each_tier_is_asked_for_what_is_still_missing(tiers: TieredStore) -> None:
-    memory, redis, files = (tier.store for tier in tiers.tiers)
+    memory, server, files = (tier.store for tier in tiers.tiers)
     memory.put(items(b"a"))
-    redis.put(items(b"a", b"b"))
+    server.put(items(b"a", b"b"))
     files.put(items(b"c"))
     assert tiers.contains([*KEYS, b"d"]) == [True, True, True, False]
     assert get(tiers, *KEYS, b"d") == [True, True, True, False]
@@ -67,6 +70,41 @@ def test_a_hit_in_a_slower_tier_is_copied_into_the_faster_ones(tiers: TieredStor
     assert [tier.num_hits for tier in tiers.tiers] == [2, 0, 2]
     told = {name: (tier.hits, tier.failures, tier.held) for name, tier in tiers.count_tiers().items()}
     assert told == {"0-memory": (2, 0, Held()), "1-redis": (0, 0, Held()), "2-file": (2, 0, Held())}
+
+
+def test_copies_into_faster_tiers_keep_their_end_and_are_in_the_readers_room(tiers: TieredStore) -> None:
+    memory, server, files = (tier.store for tier in tiers.tiers)
+    files.put(items(*KEYS))
+    end = int(time.time()) + 1000
+    out = [memoryview(bytearray(SIZE)) for _ in KEYS]
+    terms = [Terms(end, owner=1, quota=SIZE), NO_TERMS, Terms(1, owner=1, quota=SIZE)]
+    assert tiers.read_on_terms(KEYS, out, lambda index, stop: None, terms.__getitem__) == [True] * 3
+    assert memory.contains(KEYS) == server.contains(KEYS) == [True, True, False], "what is over is not copied"
+    assert isinstance(server, RedisStore)
+    with redis_client(server) as client:
+        assert 0 < client.pttl(b"pdkv:a") <= 1_000_000
+        assert client.pttl(b"pdkv:b") == -1
+    files.put(items(b"d"))
+    assert tiers.read_on_terms([b"d"], out[:1], lambda index, stop: None, lambda index: terms[0]) == [True]
+    assert memory.contains([*KEYS, b"d"]) == [False, True, False, True], "the quota is the reader's"
+
+
+def redis_client(store: RedisStore) -> redis.Redis:
+    return redis.Redis(connection_pool=redis.ConnectionPool(store._connection_class, **store._arguments))
+
+
+def test_terms_of_what_is_put_reach_every_tier(tiers: TieredStore) -> None:
+    end = int(time.time()) + 1000
+    tiers.put_on_terms(
+        items(*KEYS), {b"a": Terms(end), b"b": Terms(owner=1, quota=SIZE), b"c": Terms(owner=1, quota=1)}
+    )
+    memory, server, files = (tier.store for tier in tiers.tiers)
+    assert server.contains(KEYS) == files.contains(KEYS) == [True] * 3
+    assert memory.contains(KEYS) == [False, False, False], "the batch begins with its last value, which does not fit"
+    assert tiers.tiers[0].failures == {"store_full": 1}
+    assert isinstance(server, RedisStore)
+    with redis_client(server) as client:
+        assert [client.pttl(b"pdkv:" + key) > 0 for key in KEYS] == [True, False, False]
 
 
 def test_a_full_fast_tier_does_not_hinder(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Tiers that do not take all that is written: what comes to them, when, and what does not."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,13 @@ from traffic import wait_until_true
 from pdkv.errors import StoreUnavailable
 from pdkv.kv_store import backfill
 from pdkv.kv_store.backfill import COLD_SHARE
-from pdkv.kv_store.base import Buffer, Sized
-from pdkv.kv_store.host_segment import PAGE_BYTES
+from pdkv.kv_store.base import Buffer, Item, Sized
+from pdkv.kv_store.host_segment import LAST_END, PAGE_BYTES
 from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.recent_keys import RecentKeys
+from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import WritePolicy
 from pdkv.kv_store.tiers import TieredStore
 
@@ -36,6 +37,7 @@ class LowerTier(MemoryStore):
         self.fails = False
         self.num_puts = 0
         self.num_deletes = 0
+        self.terms: dict[bytes, Terms] = {}  # on which values came
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         self.putting.set()
@@ -46,6 +48,10 @@ class LowerTier(MemoryStore):
             if self.fails:
                 raise StoreUnavailable("not now")
             super().put(items)
+
+    def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        self.terms.update(terms)
+        super().put_on_terms(items, terms)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with self.changed:
@@ -219,6 +225,27 @@ def test_what_comes_back_from_below_does_not_go_there_again(store: TieredStore, 
     assert get(store, 1) == [True]
     assert store.tiers[0].num_promoted == 1
     assert lower.num_puts == 1
+
+
+@second_use
+def test_a_copy_of_what_is_used_again_has_the_terms_that_it_was_read_on(store: TieredStore, lower: LowerTier) -> None:
+    put(store, 1, 2)
+    terms = Terms(LAST_END, owner=1, quota=4 * SIZE)
+    out = [memoryview(bytearray(SIZE)) for _ in range(2)]
+    store.read_on_terms([key(1), key(2)], out, lambda index, stop: None, [terms, NO_TERMS].__getitem__)
+    lower.await_keys(key(1), key(2))
+    assert lower.terms == {key(1): terms}
+
+
+@evicted
+def test_what_goes_from_host_memory_keeps_its_terms_below(store: TieredStore, lower: LowerTier) -> None:
+    """It goes for want of its owner's room, while others have a lot."""
+    terms = Terms(LAST_END, owner=1, quota=COLD_SHARE * SIZE)
+    for number in range(COLD_SHARE):
+        store.put_on_terms([(key(number), value(number))], {key(number): terms})
+    lower.await_keys(key(0))
+    assert lower.terms == {key(0): terms}
+    assert lower.contains([key(1)]) == [False]
 
 
 def host_of(store: TieredStore) -> HostStore:

@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
@@ -135,6 +136,7 @@ class Engine:
         tp: int = 1,
         kv_shards: int = 1,
         groups: tuple[KVGroup, ...] = (),
+        clock: Callable[[], float] = time.time,
         **options: str,
     ) -> None:
         self.name, self.tp = name, tp
@@ -155,6 +157,8 @@ class Engine:
             )
             for rank in range(tp)
         ]  # fmt: skip
+        for connector in self.connectors:
+            connector.clock = clock
         scheduler = self.connectors[0].make_scheduler_side()
         assert isinstance(scheduler, StoreScheduler)
         self.scheduler = scheduler

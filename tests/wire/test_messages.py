@@ -21,6 +21,7 @@ from pdkv.wire.frames import (
     split,
 )
 from pdkv.wire.messages import (
+    MAX_KV_OWNERS,
     MAX_LIST,
     MAX_TRIAL_TOKENS,
     PART_TOKENS,
@@ -37,6 +38,7 @@ from pdkv.wire.messages import (
     KVEvents,
     KVHandoff,
     KVLayout,
+    KVTerms,
     Message,
     PromptLogprobs,
     Ready,
@@ -44,6 +46,7 @@ from pdkv.wire.messages import (
     SourceCounts,
     Submit,
     TierAnswer,
+    TierHeld,
     TokenLogprob,
     Tokens,
 )
@@ -52,6 +55,7 @@ HANDOFF = KVHandoff("q", 1, "t", "prefill-0", "e1", 33, b"\x00\xff")
 
 EXAMPLES: list[RouterToEngine | EngineToRouter] = [
     CacheOrder(order_id="o", action="pin", keys=[b"k"], tier="host", ttl_s=2.5, timeout_s=1.0),
+    CacheOrder(order_id="o", action="prefetch", keys=[b"k"], kv_terms=KVTerms(1)),
     CacheAnswer("o", [TierAnswer("store/0-host", 64, 4), TierAnswer("1-redis", code="x", problem="é")], ["pool"]),
     Submit(
         request_id="q",
@@ -65,6 +69,7 @@ EXAMPLES: list[RouterToEngine | EngineToRouter] = [
         until="end",
         kv="await_peer",
         handoff=HANDOFF,
+        kv_terms=KVTerms(2**63 - 1, ttl_s=10**9, quota_bytes=2**53),
     ),
     Continue("q", 1, [5]),
     HandedOff("q", 1, SourceCounts(computed=3, local_hit=16), HANDOFF),
@@ -135,6 +140,13 @@ CARD = {
         (SUBMIT | {"params": {"top_k": "many"}}, "top_k"),
         (SUBMIT | {"params": {"top_k": 2**64 - 1, "stop": ["x", 5]}}, "stop"),
         (SUBMIT | {"kv": "elsewhere"}, "kv"),
+        (SUBMIT | {"kv_terms": {"owner": 0}}, "owner"),
+        (SUBMIT | {"kv_terms": {"owner": 2**63}}, "owner"),
+        (SUBMIT | {"kv_terms": {"owner": 1, "ttl_s": 0}}, "ttl_s"),
+        (SUBMIT | {"kv_terms": {"owner": 1, "ttl_s": 10**9 + 1}}, "ttl_s"),
+        (SUBMIT | {"kv_terms": {"owner": 1, "ttl_s": float("nan")}}, "ttl_s"),
+        (SUBMIT | {"kv_terms": {"owner": 1, "quota_bytes": -1}}, "quota_bytes"),
+        (SUBMIT | {"kv_terms": {"owner": 1, "quota_bytes": 2**53 + 1}}, "quota_bytes"),
         ({"type": "Continue", "request_id": "q", "attempt": 1, "token_ids": [-7]}, "token_ids"),
         ({"type": "KVTicket", "request_id": "q", "attempt": 1, "ticket": b"x" * 70_000}, "ticket"),
         ({"type": "Tokens", "request_id": "q", "attempt": 1, "position": -1, "token_ids": []}, "position"),
@@ -324,3 +336,12 @@ def test_a_tier_is_named_in_full_by_its_last_part_or_by_its_kind() -> None:
     assert not any(is_about(tier, "multi", "1-store") for tier in wrong)
     answer = CacheAnswer("o", [TierAnswer("0-host", 64)], ["0-host"]).under("1-store").under("multi")
     assert (answer.tiers, answer.known) == ([TierAnswer("multi/1-store/0-host", 64)], ["multi/1-store/0-host"])
+
+
+def test_what_owners_have_in_a_tier_adds_up_over_ranks_and_is_bounded() -> None:
+    first, second = (TierHeld(1, 2, 3, 4, owned) for owned in ({7: 10, 8: 1}, {8: 2, 9: 5}))
+    assert first + second == TierHeld(2, 4, 6, 8, {7: 10, 8: 3, 9: 5})
+    many = [TierHeld(owned={i: i for i in range(start, start + MAX_KV_OWNERS)}) for start in (1, MAX_KV_OWNERS + 1)]
+    total = many[0] + many[1]
+    assert total.owned == many[1].owned, "those with the most bytes"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(total), type=TierHeld) == total

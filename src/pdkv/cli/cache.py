@@ -112,14 +112,19 @@ def _read(flag: str, path: Path) -> str:
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
-    """Run `pd cache`: a line per engine's pool, and one per tier below it."""
+    """Run `pd cache`: a line per engine's pool, and one per tier below it; then what there is of keys with terms."""
     rows = [("ENGINE", "TIER", "HOLDS", "OF", "HITS", "EVICTIONS", "FAILURES")]
     for engine in ask_router(arguments, lambda router: router.caches()):
         blocks, tokens = engine["blocks"], engine["prompt_tokens"]
         num_used = blocks["total"] - blocks["free"]
         rows.append((engine["name"], "pool", f"{num_used} blocks", str(blocks["total"]),
                      f"{tokens['local_hit']} tokens", "-", "-"))  # fmt: skip
-        rows += [(engine["name"], *_tier_cells(tier)) for tier in engine["tiers"]]
+        for tier in engine["tiers"]:
+            rows.append((engine["name"], *_tier_cells(tier)))
+            rows += [
+                (engine["name"], f"  of {name}", format_bytes(num_bytes), "-", "-", "-", "-")
+                for name, num_bytes in tier.get("keys", {}).items()
+            ]
     print_table(rows)
     return 0
 

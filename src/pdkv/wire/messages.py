@@ -7,7 +7,8 @@ sender keeps are part of the types, so that what is out of range does not pass t
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -68,6 +69,14 @@ MAX_TRIAL_TOKENS = 64
 MAX_TIMEOUT_S = 1e9
 """Of a request; who has none gets this one."""
 
+MAX_KV_TTL_S = 10**9
+"""Of stored KV: some 30 years, which any clock can add to its time."""
+
+MAX_KV_QUOTA_BYTES = 2**53
+
+MAX_KV_OWNERS = 1024
+"""Of KV in one tier of an engine that are told by themselves."""
+
 PROBE_SALT = "\0probe"
 """Cache salt of the router's probes; no client can have it. Engines do not count their prompts."""
 
@@ -88,10 +97,20 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
 BlockKey = Annotated[bytes, Meta(min_length=1, max_length=64)]
 BlockKeys = Annotated[list[BlockKey], Meta(max_length=MAX_LIST)]
+KVOwner = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False, tag=True):
     """Base of everything that crosses a process boundary."""
+
+
+class KVTerms(msgspec.Struct, frozen=True):
+    """On which terms a request's KV is kept below the engines' own pools. Routers set them, clients cannot."""
+
+    owner: KVOwner  # whose it is: a digest
+    ttl_s: Annotated[int, Meta(ge=1, le=MAX_KV_TTL_S)] | None = None  # from its write on; None: no end
+    # That the owner's values may take of a rank's host memory; None: as much as there is.
+    quota_bytes: Annotated[int, Meta(ge=1, le=MAX_KV_QUOTA_BYTES)] | None = None
 
 
 # --- KV identity and layout ---------------------------------------------------------------------------------------
@@ -309,6 +328,7 @@ class Submit(Message, frozen=True, kw_only=True):
     label: Id = ""  # the client's own name of the request: for logs only
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""  # W3C; likewise
     load_timeout_s: Seconds = 0.0  # of a load of what is lent: then it is computed; 0: as of any load
+    kv_terms: KVTerms | None = None  # of what is stored of its KV; None: it has none
 
 
 class Abort(Message, frozen=True):
@@ -354,6 +374,7 @@ class CacheOrder(Message, frozen=True, kw_only=True):
     tier: Text = ""  # its name, "multi/1-store/0-host", the last part of that, or its kind, "host"; empty: all
     ttl_s: Seconds | None = None  # of pins; None: until they are taken away
     timeout_s: Seconds = 10.0  # tiers that have not answered by then are late
+    kv_terms: KVTerms | None = None  # prefetch: of the prompt's requests
 
     def within(self, name: str) -> "CacheOrder":
         """The same to a part of that name."""
@@ -578,9 +599,21 @@ class TierHeld(msgspec.Struct, frozen=True):
     num_bytes: Count = 0
     capacity: Count = 0  # bytes
     evicted: Count = 0  # values that have made room for others since the start
+    owned: Annotated[dict[KVOwner, Count], Meta(max_length=MAX_KV_OWNERS)] = {}  # bytes by owner, of KV with terms
 
     def __add__(self, other: "TierHeld") -> "TierHeld":
-        return TierHeld(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+        return TierHeld(
+            self.values + other.values,
+            self.num_bytes + other.num_bytes,
+            self.capacity + other.capacity,
+            self.evicted + other.evicted,
+            largest_owners(Counter(self.owned) + Counter(other.owned)),
+        )
+
+
+def largest_owners(owned: Mapping[int, int]) -> dict[int, int]:
+    """As many as a TierHeld may have, those with the most bytes."""
+    return dict(Counter(owned).most_common(MAX_KV_OWNERS))
 
 
 class ConnectorStats(msgspec.Struct, frozen=True):

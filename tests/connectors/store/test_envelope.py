@@ -1,7 +1,8 @@
 """The envelope of a stored value: what is not, byte for byte, what was saved under that key is not whole."""
 
 import random
-from itertools import pairwise
+import struct
+from itertools import pairwise, product
 
 import pytest
 import xxhash
@@ -18,9 +19,9 @@ def is_whole(sealer: Sealer, key: bytes, value: Buffer) -> bool:
     return sealer.check(key, value).is_whole()
 
 
-def sealed(sealer: Sealer, key: bytes, body: bytes) -> memoryview:
+def sealed(sealer: Sealer, key: bytes, body: bytes, expires_at: int = 0) -> memoryview:
     value = memoryview(bytearray(body + b"x" * ENVELOPE_BYTES))
-    sealer.seal(key, value)
+    sealer.seal(key, value, expires_at)
     return value
 
 
@@ -45,9 +46,43 @@ def test_no_mutation_of_a_value_is_whole(kind: str, mutation: str) -> None:
         assert not is_whole(SEALERS[kind], b"key", memoryview(changed)), (mutation, len(value), len(changed))
 
 
-def test_every_bit_counts() -> None:
+@pytest.mark.parametrize("kind", SEALERS)
+def test_a_value_without_an_end_is_what_it_was_before_there_were_any(kind: str) -> None:
+    """What engines of then have stored is found, and they find what engines of now store."""
+    check = {
+        "checksum": xxhash.xxh3_128(b"keybody").digest() + bytes(16),
+        "signature": bytes.fromhex("9dfe81216e09bb33710fbb3adc4bda490efb81e23bf8032d11e4b0fd53ad0d70"),
+    }[kind]
+    head = b"pdkv" + struct.pack("<HHQ", 1, kind == "signature", 4)
+    assert sealed(SEALERS[kind], b"key", b"body") == b"body" + head + check + bytes(16)
+
+
+@pytest.mark.parametrize("kind", SEALERS)
+@pytest.mark.parametrize("expires_at", [1, 1_800_000_000, 2**64 - 1])
+def test_a_value_has_the_end_that_it_was_sealed_with_and_no_other(kind: str, expires_at: int) -> None:
+    sealer = SEALERS[kind]
+    value = sealed(sealer, b"key", b"body", expires_at)
+    check = sealer.check(b"key", value)
+    assert (check.is_whole(), check.expires_at) == (True, expires_at)
+    for other in (0, expires_at ^ 2, expires_at - 1):
+        struct.pack_into("<Q", value, len(value) - 16, other)
+        assert not is_whole(sealer, b"key", value), other
+    assert sealer.check(b"key", sealed(sealer, b"key", b"body")).expires_at == 0
+
+
+def test_an_end_is_no_end_of_a_body() -> None:
+    """Whoever may write to the store cannot make a value with an end of one without, by where the body ends."""
     for sealer in SEALERS.values():
-        value = sealed(sealer, b"key", b"body")
+        value = sealed(sealer, b"key", b"body" + struct.pack("<Q", 1_800_000_000))
+        check = value[-48:-16]
+        forged = memoryview(bytearray(sealed(sealer, b"key", b"body", 1_800_000_000)))
+        forged[-48:-16] = check
+        assert not is_whole(sealer, b"key", forged)
+
+
+def test_every_bit_counts() -> None:
+    for sealer, expires_at in product(SEALERS.values(), (0, 1_800_000_000)):
+        value = sealed(sealer, b"key", b"body", expires_at)
         for bit in range(len(value) * 8):
             value[bit // 8] ^= 1 << bit % 8
             assert not is_whole(sealer, b"key", value)

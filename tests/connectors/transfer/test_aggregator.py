@@ -36,6 +36,13 @@ def test_all_ranks_in_one_step() -> None:
     assert done.finished_sending == {KEY: TransferOutcome("", 5)}
 
 
+def test_what_ranks_found_damaged_or_expired_adds_up() -> None:
+    outcome = TransferOutcome("kv_not_found", num_damaged=1, num_expired=2)
+    failed = NO_TRANSFERS._replace(failed_receiving={KEY: outcome})
+    done = TransferAggregator(2).add([failed, failed])
+    assert done.failed_receiving == {KEY: outcome._replace(num_damaged=2, num_expired=4)}
+
+
 def test_a_failure_waits_until_every_rank_has_let_go() -> None:
     """F4: blocks that another rank still writes must not be given away; the first code wins, bytes still count."""
     aggregator = TransferAggregator(3)

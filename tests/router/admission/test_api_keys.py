@@ -9,6 +9,7 @@ import pytest
 
 from pdkv.errors import ConfigError, Unauthorized
 from pdkv.router.admission.api_keys import MAX_KEYS, KeyRing, make_key
+from pdkv.wire.messages import KVTerms
 
 HASH = "sha256:" + "ab" * 32
 
@@ -69,6 +70,43 @@ def test_all_fields_of_a_key_are_its_tenants_grant(tmp_path: Path) -> None:
     assert (grant.tokens_per_minute, grant.salt, grant.admin) == (900, "own", True)
 
 
+def terms_of(path: Path, **fields: Any) -> tuple[KVTerms | None, str]:
+    """On which a key's KV is stored, and its salt."""
+    [tenant] = KeyRing(write(path / "keys", entry(**fields))).tenants
+    return tenant.grant.kv_terms, tenant.grant.salt
+
+
+def test_a_key_has_terms_where_the_file_says_so(tmp_path: Path) -> None:
+    assert terms_of(tmp_path)[0] is terms_of(tmp_path, kv_ttl_s=0)[0] is None
+    ttl, quota, both = (
+        terms_of(tmp_path, **fields)[0]
+        for fields in ({"kv_ttl_s": 3600}, {"kv_quota": '"2GiB"'}, {"kv_ttl_s": 1, "kv_quota": 1000})
+    )
+    assert ttl is not None
+    assert quota is not None
+    assert both is not None
+    assert (ttl.ttl_s, ttl.quota_bytes) == (3600, None)
+    assert (quota.ttl_s, quota.quota_bytes) == (None, 2 << 30)
+    assert (both.ttl_s, both.quota_bytes) == (1, 1000)
+
+
+def test_an_owner_is_who_has_the_salt(tmp_path: Path) -> None:
+    """Keys with one salt share their KV, and so its quota; others do not."""
+    fields = {"kv_quota": '"1GiB"'}
+    owners = [terms_of(tmp_path, **fields, **salt)[0] for salt in ({}, {"salt": '"a"'}, {"salt": '"b"'})]
+    assert len(set(owners)) == 3
+    assert terms_of(tmp_path, name="other", hash='"sha256:' + "cd" * 32 + '"', salt='"a"', **fields)[0] == owners[1]
+    assert terms_of(tmp_path, kv_ttl_s=5, salt='"a"', **fields)[0].owner == owners[1].owner  # type: ignore[union-attr]
+
+
+def test_what_was_stored_on_another_time_to_live_is_not_found(tmp_path: Path) -> None:
+    """Nothing says how old it is."""
+    salts = [terms_of(tmp_path, salt='"own"', kv_ttl_s=ttl_s, kv_quota='"1GiB"')[1] for ttl_s in (0, 60, 3600)]
+    assert salts[0] == "own"
+    assert len(set(salts)) == 3
+    assert terms_of(tmp_path, salt='"own"', kv_ttl_s=60)[1] == salts[1], "a quota changes nothing of what is found"
+
+
 def test_no_two_tenants_share_a_salt_whatever_their_clients_say(tmp_path: Path) -> None:
     a, b = (KeyRing(write(tmp_path / n, make_key(n)[1])).tenants[0] for n in ("a", "b"))
     said = ["", "x", a.grant.salt, b.grant.salt, a.salted(""), b.salted("x")]
@@ -87,6 +125,15 @@ def test_no_two_tenants_share_a_salt_whatever_their_clients_say(tmp_path: Path) 
         (entry(priority=2**40), r"key\[0\].priority"),
         (entry(max_streams=-1), r"key\[0\].max_streams"),
         (entry(hash='"sha256:zz"'), r"key\[0\].hash"),
+        (entry(kv_ttl_s=-1), r"`int` >= 0 - at `\$.key\[0\].kv_ttl_s`"),
+        (entry(kv_ttl_s=10**9 + 1), r"`int` <= 1000000000 - at `\$.key\[0\].kv_ttl_s`"),
+        (entry(kv_ttl_s="nan"), r"`int`, got `float` - at `\$.key\[0\].kv_ttl_s`"),
+        (entry(kv_ttl_s='"1h"'), r"`int`, got `str` - at `\$.key\[0\].kv_ttl_s`"),
+        (entry(kv_quota=1.5), r"got `float` - at `\$.key\[0\].kv_quota`"),
+        (entry(kv_quota='"much"'), "kv_quota of the key 'team': a size such as 512MiB was expected, got 'much'"),
+        (entry(kv_quota=0), "kv_quota of the key 'team': a size such as 512MiB was expected, got '0'"),
+        (entry(kv_quota='"nanGiB"'), "a size such as 512MiB was expected, got 'nanGiB'"),
+        (entry(kv_quota='"8388609GiB"'), "a size of at most 9007199254740992 bytes was expected, got '8388609GiB'"),
         (entry(name="a b"), r"key\[0\].name"),
         (entry(name="anonymous"), "which stands for clients without a key"),
         (entry() + entry(hash='"sha256:' + "cd" * 32 + '"'), "two keys named 'team'"),

@@ -23,6 +23,7 @@ from pdkv.wire.messages import (
     HandedOff,
     KVHandoff,
     KVReady,
+    KVTerms,
     KVTicket,
     Loaded,
     PromptLogprobs,
@@ -46,6 +47,7 @@ PAIRS = [
 
 
 MAX_ATTEMPT = 3
+TERMS = KVTerms(owner=7, ttl_s=60)
 
 
 class World:
@@ -81,6 +83,7 @@ class World:
 
     def send(self, sends: Sends) -> None:
         for name, message in sends:
+            assert not isinstance(message, Submit) or message.kv_terms is TERMS, "a continuation is stored on them, too"
             if name in self.engines:
                 self.down[name].append(message)
 
@@ -172,7 +175,7 @@ class World:
 def test_every_interleaving_ends_with_the_right_tokens_and_without_leases(
     kind: str, order: str, data: st.DataObject
 ) -> None:
-    request = make_request(data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6)))
+    request = make_request(data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6)), kv_terms=TERMS)
     world = World(data, kind, order, request)
     world.run()
     flow, expected = world.flow, expected_output(request)
@@ -195,7 +198,7 @@ def test_undisturbed_run_sends_no_abort_and_releases_once(kind: str, order: str)
         def draw(self, strategy: Any) -> int:
             return 0
 
-    request = make_request(20, 5)
+    request = make_request(20, 5, kv_terms=TERMS)
     world = World(Dull(), kind, order, request)  # type: ignore[arg-type]
     world.run()
     assert world.tokens == expected_output(request)

@@ -98,6 +98,17 @@ def test_a_path_with_a_control_character_is_none(path: str, end: str, tmp_path: 
             assert "no control characters" in exchange.json()["error"]["message"]
 
 
+def test_a_request_has_its_keys_terms_whatever_its_client_says(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, say(ids("ok")), limits='kv_ttl_s = 60\nkv_quota = "1MiB"\n')
+    assert run(rig.post("a", n=2)).status == 200
+    terms = {tenant.name: tenant.grant.kv_terms for tenant in rig.ring.tenants}
+    assert [generation.request.kv_terms for generation in rig.dispatcher.generations] == [terms["a"]] * 2
+    assert terms["a"] != terms["b"]
+    reply = run(rig.post("a", kv_terms={"owner": 1}))
+    assert reply.status == 400
+    assert "kv_terms" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_texts_without_a_generation_are_requests_of_their_key_too(path: str, tmp_path: Path) -> None:
     rig = Rig(tmp_path, limits="max_requests = 1\n")

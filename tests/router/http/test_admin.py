@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from asgi_client import Exchange, call
 from asgi_client import run as run_alone
@@ -15,9 +16,12 @@ from starlette.applications import Starlette
 from pdkv.config import AccessConfig
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.engines.backend import Backend
+from pdkv.router.engines.fleet import EngineSnapshot
 from pdkv.router.engines.operations import Operations
 from pdkv.router.http import admin
 from pdkv.router.http.admin import admin_routes, create_admin_app
+from pdkv.router.http.cache_pages import CachePages
+from pdkv.wire.messages import ConnectorStats, TierHeld
 
 
 def never(name: str, endpoint: str) -> Backend:
@@ -74,6 +78,30 @@ def test_what_pools_and_tiers_hold() -> None:
         {"tier": "multi/1-store/0-redis", "hits": 16, "failures": 17},
     ]  # fmt: skip
     assert engine["stores"] == [{"connector": "multi/1-store", "load_seconds": 8.0, "hidden_load_share": 0.75}]
+
+
+def test_what_keys_with_terms_hold_is_told_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(make_key("a")[1] + 'kv_quota = "1GiB"\n' + make_key("b")[1])
+    file.chmod(0o600)
+    ring = KeyRing(file)
+    terms = ring.tenants[0].grant.kv_terms
+    assert terms is not None
+    held = TierHeld(2, 3 << 20, 1 << 30, owned={terms.owner: 2 << 20, 5: 1 << 20})  # 5: of a key that is gone
+
+    class Holding(FakeDispatcher):
+        def engines(self) -> list[EngineSnapshot]:
+            [engine, *_] = super().engines()
+            assert engine.load is not None
+            connectors = {"0-host": ConnectorStats(held=held)}
+            return [engine._replace(load=msgspec.structs.replace(engine.load, connectors=connectors))]
+
+    dispatcher: Any = Holding()
+    caches: CachePages = make_app(dispatcher, keys=ring).state.caches
+    app = Starlette(routes=admin_routes(dispatcher, Operations(dispatcher, never), caches))
+    (engine,) = run_alone(call(app, "GET", "/admin/cache")).json()["engines"]
+    [tier] = engine["tiers"]
+    assert (tier["bytes"], tier["keys"]) == (3 << 20, {"a": 2 << 20})
 
 
 def ask_launchers(exchange: Exchange) -> None:

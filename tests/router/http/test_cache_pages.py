@@ -146,6 +146,34 @@ def test_the_salt_of_an_api_key_is_that_of_its_requests(tmp_path: Path) -> None:
     run(System(1, 1), body)
 
 
+def test_what_is_prefetched_for_an_api_key_is_kept_on_its_terms(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(make_key("a")[1] + "kv_ttl_s = 60\n")
+    file.chmod(0o600)
+    keys = KeyRing(file)
+    (tenant,) = keys.tenants
+    terms = tenant.grant.kv_terms
+    assert terms is not None
+
+    async def body(system: System) -> None:
+        operator = Operator(system, lambda name, order: [TierAnswer("store/0-host", 16, 1)], keys)
+        asked = {"prompt": TEXT, "api_key": "a"}
+        for action, told in (("lookup", None), ("prefetch", terms)):
+            assert (await operator.ask(action, asked)).status == 200
+            assert operator.orders[-1][1].kv_terms == told
+        assert (await operator.ask("prefetch", {"prompt": TEXT})).status == 200
+        assert operator.orders[-1][1].kv_terms is None
+        asking = asyncio.ensure_future(operator.ask("prefetch", asked | {"tier": "pool", "engine": "decode-0"}))
+        while not (heard := system.backends["decode-0"].heard(Submit)):
+            assert not asking.done()
+            await asyncio.sleep(0.001)
+        assert heard[0].kv_terms == terms
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    run(System(1, 1), body)
+
+
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("look", {}, 404, None, "there is no /admin/cache/look: known are lookup, clear, pin, unpin, prefetch"),
     ("lookup", {}, 400, "prompt", "lookup: one of prompt, messages, tokens, keys was expected, got none"),

@@ -1,0 +1,410 @@
+"""Stored KV that has terms: what is found when its time is over, what is copied on which terms, whose room it takes."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import store_servers
+import torch
+from store_rig import Engine, random_kv, scattered, view
+
+from pdkv.connectors.base import ConnectorConfig, RequestView
+from pdkv.connectors.store.envelope import ENVELOPE_BYTES
+from pdkv.connectors.store.shared_storage import SharedStorageConnector
+from pdkv.errors import KVNotFound, StoreFull
+from pdkv.kv_store.base import Buffer, Item, KVStore
+from pdkv.kv_store.host_segment import PAGE_BYTES
+from pdkv.kv_store.host_store import HostStore
+from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.redis_store import RedisStore
+from pdkv.kv_store.registry import open_store
+from pdkv.kv_store.terms import Terms
+from pdkv.kv_store.tiers import TieredStore
+from pdkv.wire.messages import CacheOrder, KVTerms
+
+NUM_TOKENS = 256
+NUM_VALUES = 4
+TTL_S = 3600
+NOW = 1_800_000_000.0
+TERMS = KVTerms(owner=7, ttl_s=TTL_S)
+
+
+class Clock:
+    """Shows what it was set to."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(clock: Clock) -> Iterator[MakeEngine]:
+    made: list[Engine] = []
+
+    def make_engine(store: KVStore, **arguments: object) -> Engine:
+        made.append(Engine(store, f"e{len(made)}", clock=clock, **arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make_engine
+    for engine in made:
+        engine.scheduler.shutdown()
+        for worker in engine.workers:
+            worker.shutdown()
+
+
+@pytest.fixture(params=["memory", "host", "file", "tiers", "shared_storage", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[KVStore]:
+    """A store of each kind without a server. Those that end values by themselves do so by the test's clock."""
+    with made_here(request.param, tmp_path, clock) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["redis", "lmcache", "mooncake", "s3"])
+def served(request: pytest.FixtureRequest, clock: Clock) -> Iterator[KVStore]:
+    """A store of each kind with one."""
+    match request.param:
+        case "redis":
+            server = store_servers.redis_server()
+        case "lmcache":
+            server = store_servers.lmcache_server()
+        case "mooncake":
+            server = store_servers.mooncake_server()
+        case _:
+            server = store_servers.s3_server()
+    with server as url, RedisStore(url, clock=clock) if request.param == "redis" else open_store(url) as opened:
+        yield opened
+
+
+def made_here(kind: str, path: Path, clock: Clock) -> KVStore:
+    match kind:
+        case "memory":
+            return MemoryStore("terms", clock=clock)
+        case "host":
+            return HostStore(path / "kv", StoreOptions(capacity=64 << 20), clock)
+        case "tiers":
+            host = HostStore(path / "kv", StoreOptions(capacity=64 << 20), clock)
+            return TieredStore([host, open_store(f"file://{path}/files")])
+        case "file":
+            return open_store(f"file://{path}/kv")
+        case "shared_storage":
+            from store_rig import make_layout
+
+            config = ConnectorConfig(
+                engine="e", epoch="1", layout=make_layout(16), num_blocks=8, options={"path": f"{path}/kv"}
+            )
+            return SharedStorageConnector(config, lambda: None).open_store()
+    sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "custom_connector"))
+    try:
+        from pdkv_sqlite import SQLiteStore
+    finally:
+        del sys.path[0]
+    store: KVStore = SQLiteStore(f"{path}/kv.db")
+    return store
+
+
+def asking(name: str, **fields: object) -> RequestView:
+    return view(name, **({"num_tokens": NUM_TOKENS + 1, "salt": "s", "kv_terms": TERMS} | fields))  # type: ignore[arg-type]
+
+
+def save(engine: Engine, **fields: object) -> torch.Tensor:
+    """Compute a prompt and store it; its KV."""
+    kv, blocks = random_kv(NUM_TOKENS), scattered(NUM_TOKENS, engine.block_size)
+    engine.fill(blocks, kv)
+    request = asking(f"save-{engine.step_id}", **fields)
+    outcomes = [engine.save(request, blocks, stop, start=stop - 128) for stop in range(128, NUM_TOKENS + 1, 128)]
+    assert all(outcome is not None and not outcome.code for outcome in outcomes), outcomes
+    return kv
+
+
+def keys_of(engine: Engine, **fields: object) -> list[bytes]:
+    cut = engine.connectors[0].cut
+    values = cut.whole_values(asking("x", **fields).block_keys, 0, NUM_TOKENS)
+    return [value.key + suffix for value in values for suffix in cut.suffixes]
+
+
+def loads_all(engine: Engine, kv: torch.Tensor) -> bool:
+    """Whether all of the prompt is found and is right; nothing else comes."""
+    request, blocks = asking(f"load-{engine.step_id}"), scattered(NUM_TOKENS, engine.block_size, start=7)
+    found = engine.ask(request)
+    outcome = engine.load(request, blocks, found) if found else None
+    if outcome is None or outcome.code:
+        assert outcome is None or (outcome.code, outcome.num_tokens, outcome.num_damaged) == (KVNotFound.code, 0, 0)
+        return False
+    assert torch.equal(engine.tokens(blocks, NUM_TOKENS), kv)
+    return True
+
+
+# --- every store --------------------------------------------------------------------------------------------------
+
+
+def check_ends(store: KVStore, make: MakeEngine, clock: Clock) -> None:
+    """A value is used for its time to live and not a second longer; the next save puts a new one in its place."""
+    kv = save(make(store))
+    clock.now += TTL_S - 1
+    assert loads_all(make(store), kv)
+    clock.now += 1
+    engine = make(store)
+    assert not loads_all(engine, kv)
+    save(engine)
+    clock.now += TTL_S - 1
+    for reader in (engine, make(store)):
+        assert loads_all(reader, kv)
+    clock.now += 1
+    assert not loads_all(make(store), kv)
+
+
+def test_a_value_is_used_for_its_time_to_live_also_where_the_store_knows_nothing_of_ends(
+    store: KVStore, make: MakeEngine, clock: Clock
+) -> None:
+    check_ends(store, make, clock)
+
+
+def test_a_value_on_a_server_is_used_for_its_time_to_live(served: KVStore, make: MakeEngine, clock: Clock) -> None:
+    check_ends(served, make, clock)
+
+
+def test_what_is_found_to_be_over_is_deleted_where_the_store_did_not_know(
+    store: KVStore, make: MakeEngine, clock: Clock
+) -> None:
+    save(make(store))
+    engine = make(store)
+    clock.now += TTL_S
+    assert not loads_all(engine, torch.empty(0))
+    assert store.contains(keys_of(engine)) == [False] * NUM_VALUES
+    assert store.count_damaged() == 0
+
+
+def test_what_lies_behind_what_is_over_is_written_anew_though_nobody_has_looked_at_it(
+    store: KVStore, make: MakeEngine, clock: Clock
+) -> None:
+    """A value at a time: after the first one the load has failed, and the others are still in a store of files."""
+    one_by_one = {"staging_bytes": "1", "io_threads": "1"}
+    kv = save(make(store))
+    clock.now += TTL_S
+    engine = make(store, **one_by_one)
+    assert not loads_all(engine, kv)
+    save(engine)
+    for reader in (engine, make(store, **one_by_one)):
+        assert loads_all(reader, kv)
+
+
+def test_the_end_of_a_signed_value_is_signed(store: KVStore, make: MakeEngine, clock: Clock, tmp_path: Path) -> None:
+    """Who may write to the store and does not know the secret makes no value live longer: it counts as damaged."""
+    (tmp_path / "secret").write_text("a secret, long enough\n")
+    (tmp_path / "secret").chmod(0o600)
+    signed = {"sign": "true", "sign_key_file": f"{tmp_path}/secret"}
+    engine = make(store, **signed)
+    kv = save(engine)
+    clock.now += TTL_S - 1
+    assert loads_all(make(store, **signed), kv)
+    [first, *_] = keys_of(engine)
+    value = memoryview(bytearray(64 * 3 * 2 * 4 * 4 * 4 + ENVELOPE_BYTES))
+    assert store.get([first], [value]) == [True]
+    value[-16:-8] = bytes(8)
+    store.delete([first])
+    store.put([(first, value)])
+    request, reader = asking("forged"), make(store, **signed)
+    outcome = reader.load(request, scattered(NUM_TOKENS, 16), reader.ask(request))
+    assert (outcome.code, outcome.num_tokens, outcome.num_damaged) == (KVNotFound.code, 0, 1)
+
+
+# --- what goes with what ------------------------------------------------------------------------------------------
+
+
+class Told(MemoryStore):
+    """Memory that remembers on which terms it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.terms: dict[bytes, Terms] = {}
+        self.plain: list[bytes] = []
+
+    def put(self, items: Sequence[Item]) -> None:
+        self.plain.extend(key for key, _ in items)
+        super().put_on_terms(items, {})
+
+    def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        self.terms |= terms
+        MemoryStore.put_on_terms(self, items, {})
+
+
+def test_values_and_tails_of_a_request_are_stored_on_its_terms_and_others_on_none(make: MakeEngine) -> None:
+    with Told() as told:
+        engine = make(told)
+        terms = KVTerms(owner=7, ttl_s=60, quota_bytes=1 << 30)
+        request = asking("t", kv="handoff", num_tokens=71, kv_terms=terms)
+        engine.hand_off(request, scattered(71, 16), 70)
+        assert set(told.terms.values()) == {Terms(int(NOW) + 60, 7, 1 << 30)}
+        assert (len(told.terms), told.plain) == (2, [])  # a value, and a tail of 6 tokens
+        save(engine, kv_terms=None)
+        assert set(told.plain) == {*keys_of(engine)} - {*told.terms}
+
+
+def test_a_quota_without_a_time_to_live_leaves_values_as_they_were(make: MakeEngine) -> None:
+    values = []
+    for terms in (None, KVTerms(owner=7, quota_bytes=1 << 30)):
+        with Told() as told:
+            engine = make(told)
+            save(engine, kv_terms=terms)
+            out = [memoryview(bytearray(64 * 3 * 2 * 4 * 4 * 4 + ENVELOPE_BYTES)) for _ in range(NUM_VALUES)]
+            assert told.get(keys_of(engine), out) == [True] * NUM_VALUES
+            values.append(list(map(bytes, out)))
+    assert values[0] == values[1]
+
+
+@pytest.fixture
+def tiers(tmp_path: Path, clock: Clock) -> Iterator[TieredStore]:
+    """Host memory in front of files."""
+    with TieredStore(
+        [HostStore(tmp_path / "kv", StoreOptions(capacity=4 << 20), clock), open_store(f"file://{tmp_path}/files")]
+    ) as store:
+        yield store
+
+
+def host_of(tiers: TieredStore) -> HostStore:
+    host = tiers.tiers[0].store
+    assert isinstance(host, HostStore)
+    return host
+
+
+VALUE_BYTES = -(-(64 * 3 * 2 * 4 * 4 * 4 + ENVELOPE_BYTES) // PAGE_BYTES) * PAGE_BYTES  # of host memory
+
+
+def test_a_load_from_a_lower_tier_brings_values_up_with_their_end_within_the_quota(
+    tiers: TieredStore, make: MakeEngine, clock: Clock
+) -> None:
+    lower, host = tiers.tiers[1].store, host_of(tiers)
+    kv = save(make(lower))
+    clock.now += 100
+    engine = make(tiers)
+    request = asking("load", kv_terms=KVTerms(owner=7, ttl_s=TTL_S, quota_bytes=2 * VALUE_BYTES))
+    blocks = scattered(NUM_TOKENS, 16)
+    assert engine.ask(request) == NUM_TOKENS
+    assert not engine.load(request, blocks, NUM_TOKENS).code
+    assert torch.equal(engine.tokens(blocks, NUM_TOKENS), kv)
+    assert host.terms_of(keys_of(engine)) == {
+        key: Terms(int(NOW) + TTL_S, 7, 2 * VALUE_BYTES) for key in keys_of(engine)[:2]
+    }
+    assert host.count_held().owned == {7: 2 * VALUE_BYTES}
+
+
+def test_what_a_waiting_request_will_load_is_brought_near_on_its_terms(tiers: TieredStore, make: MakeEngine) -> None:
+    save(make(tiers.tiers[1].store))
+    engine = make(tiers)
+    others, request = view("o", num_tokens=65, salt="o"), asking("wait")
+    news = {"waiting_keys": [others.block_keys, request.block_keys], "waiting_terms": [None, TERMS]}
+    while not (ahead := engine.step(**news).ahead):
+        engine.woken.acquire(timeout=0.01)  # look-ups ahead wake nobody
+    assert [order.kv_terms for order in ahead] == [TERMS]
+    assert not engine.wait(ahead[0].key).code
+    assert host_of(tiers).terms_of(keys_of(engine)) == dict.fromkeys(keys_of(engine), Terms(int(NOW) + TTL_S, 7))
+
+
+def test_what_an_operator_prefetches_is_brought_near_on_the_terms_of_the_order(
+    tiers: TieredStore, make: MakeEngine
+) -> None:
+    save(make(tiers.tiers[1].store))
+    engine = make(tiers)
+    terms = msgspec.structs.replace(TERMS, quota_bytes=VALUE_BYTES)
+    engine.scheduler.order_tiers(
+        CacheOrder(order_id="o", action="prefetch", keys=list(asking("x").block_keys), kv_terms=terms)
+    )
+    engine.step()
+    key = ("o/order", 0)
+    while key not in (results := engine.worker.get_finished()).finished_sending:
+        assert engine.woken.acquire(timeout=20)
+    assert results.finished_sending[key].code == ""
+    assert host_of(tiers).count_held().owned == {7: VALUE_BYTES}
+
+
+def test_what_is_over_below_is_not_brought_near(tiers: TieredStore, make: MakeEngine, clock: Clock) -> None:
+    save(make(tiers.tiers[1].store))
+    clock.now += TTL_S
+    engine = make(tiers)
+    request = asking("load")
+    outcome = engine.load(request, scattered(NUM_TOKENS, 16), engine.ask(request))
+    assert (outcome.code, outcome.num_expired, outcome.num_damaged) == (KVNotFound.code, NUM_VALUES, 0)
+    assert len(host_of(tiers).own or ()) == 0
+
+
+def test_a_value_that_one_quota_has_no_room_for_fails_its_save_and_no_other(
+    make: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with HostStore(tmp_path / "kv", StoreOptions(capacity=4 << 20)) as host:
+        engine = make(host)
+        kv, blocks = random_kv(NUM_TOKENS), scattered(NUM_TOKENS, 16)
+        engine.fill(blocks, kv)
+        for number in range(3):
+            small = asking(f"small-{number}", salt="small", kv_terms=KVTerms(owner=7, quota_bytes=1))
+            outcome = engine.save(small, blocks, 128)
+            assert outcome is not None
+            assert outcome.code == StoreFull.code
+            assert engine.ask(asking(f"again-{number}", salt="small")) == 0
+            if not number:
+                save(engine, kv_terms=KVTerms(owner=8, quota_bytes=1 << 30))
+        assert loads_all(engine, kv)
+    assert caplog.text.count("KV is not saved (store_full: host memory: ") == 1
+
+
+def test_ranks_add_up_what_they_have_found_to_be_over(make: MakeEngine, clock: Clock) -> None:
+    with MemoryStore("ranks", clock=lambda: NOW) as store:
+        save(make(store, tp=2))
+        clock.now += TTL_S
+        engine = make(store, tp=2)
+        request = asking("load")
+        engine.start_load(request, scattered(NUM_TOKENS, 16), engine.ask(request))
+        while (outcomes := engine.reported(request.transfer_key)) is None:
+            assert engine.woken.acquire(timeout=20)
+            engine.collect()
+        assert [outcome.num_expired for outcome in outcomes] == [NUM_VALUES, NUM_VALUES]
+
+
+def test_a_clock_before_its_epoch_ends_values_and_nothing_else(make: MakeEngine, clock: Clock) -> None:
+    clock.now = -1e9
+    with MemoryStore("epoch", clock=clock) as store:
+        save(make(store), kv_terms=KVTerms(owner=7, ttl_s=1))
+        clock.now = NOW
+        assert not loads_all(make(store), torch.empty(0))
+
+
+class Unclean(KVStore):
+    """Has values that it cannot delete."""
+
+    def __init__(self, inner: KVStore) -> None:
+        self._inner = inner
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._inner.contains(keys)
+
+    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        return self._inner.get(keys, out)
+
+    def put(self, items: Sequence[Item]) -> None:
+        self._inner.put(items)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        raise StoreFull("read only")
+
+    def close(self) -> None:
+        return
+
+
+def test_what_cannot_be_deleted_is_a_miss_all_the_same(make: MakeEngine, clock: Clock) -> None:
+    with MemoryStore("unclean") as memory:
+        store = Unclean(memory)
+        save(make(store))
+        clock.now += TTL_S
+        assert not loads_all(make(store), torch.empty(0))
