@@ -44,31 +44,35 @@ class SealedValues:
             self._sealer.seal(slot.key, slot.view)
         self.store.put([(slot.key, slot.view) for slot in slots])
 
-    def get(self, slots: Sequence[Slot], use: Callable[[Slot], None]) -> Reading:
+    def get(self, slots: Sequence[Slot], use: Callable[[Slot], None], part: KVStore | None = None) -> Reading:
         """Read values into their slots and call `use` for each one that is whole, which may raise KVCorrupted.
 
         What is there and is not whole is looked at once more, since somebody may be replacing it; then it is deleted,
         so that the next save can put a sound value in its place.
 
+        Args:
+            part: of the store, which alone is read, and loses what is damaged; None: all of them.
+
         Raises:
             StoreError: the store does not answer.
         """
+        store = self.store if part is None else part
         damaged: list[Slot] = []
         absent: list[Slot] = []
-        for slot, state in zip(slots, self._read(slots), strict=True):
+        for slot, state in zip(slots, self._read(slots, store), strict=True):
             if state != "whole" or not _is_used(slot, use):
                 (absent if state == "absent" else damaged).append(slot)
         if not damaged and not absent:
             return Reading([], 0)
-        missing, num_misfits = self._look_again(damaged, absent, use)
+        missing, num_misfits = self._look_again(damaged, absent, use, store)
         num_damaged = len(damaged) + num_misfits + self._num_found_by_store()
         self._tell(num_damaged)
         return Reading(missing, num_damaged)
 
-    def _read(self, slots: Sequence[Slot]) -> list[State]:
+    def _read(self, slots: Sequence[Slot], store: KVStore) -> list[State]:
         """Read values into their slots, and check them as they come in, while their bytes are in the cache."""
         checks = [self._sealer.check(slot.key, slot.view) for slot in slots]
-        found = self.store.read(
+        found = store.read(
             [slot.key for slot in slots],
             [slot.view for slot in slots],
             lambda index, stop: checks[index].arrived(stop),
@@ -79,20 +83,20 @@ class SealedValues:
         ]
 
     def _look_again(
-        self, damaged: list[Slot], absent: list[Slot], use: Callable[[Slot], None]
+        self, damaged: list[Slot], absent: list[Slot], use: Callable[[Slot], None], store: KVStore
     ) -> tuple[list[Slot], int]:
         """What is missing for good, and how many values of another size were in the way."""
         misfits: list[Slot] = []
         good: set[bytes] = set()
         try:
-            there = self.store.contains([slot.key for slot in absent]) if absent else []
+            there = store.contains([slot.key for slot in absent]) if absent else []
             misfits = [slot for slot, is_there in zip(absent, there, strict=True) if is_there]
             suspects = [*damaged, *misfits]
             if suspects:
-                for slot, state in zip(suspects, self._read(suspects), strict=True):
+                for slot, state in zip(suspects, self._read(suspects, store), strict=True):
                     if state == "whole" and _is_used(slot, use):
                         good.add(slot.key)
-                self.store.delete([slot.key for slot in suspects if slot.key not in good])
+                store.delete([slot.key for slot in suspects if slot.key not in good])
         except StoreError as error:  # what is damaged is a miss all the same
             logger.debug("damaged values stay in the store: %s", error)
         missing = [slot for slot in (*damaged, *absent) if slot.key not in good]
