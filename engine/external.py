@@ -138,7 +138,7 @@ class ExternalKV:
         self.unstarted: dict[TransferKey, KVLoad] = {}  # of these, whose source is not known yet
         self.layerwise: dict[TransferKey, KVLoad] = {}  # of these, that come during a step
         self.num_unknown_results = 0
-        self.num_damaged = 0  # stored values that loads took as misses
+        self.num_damaged = 0  # stored values that loads and operators' orders took as misses
         self.worker_stats: Stats = {}  # as the ranks said last
         observes = OBSERVES_NOTHING if connector is None else connector.observes
         self._shows_scheduled = _Shows.of(observes.scheduled)
@@ -372,9 +372,8 @@ class ExternalKV:
 
         The connector says first what the engine shall act on, and hears of that before the engine does.
         """
-        for outcomes in (results.finished_receiving, results.failed_receiving):
-            for outcome in outcomes.values():
-                self.num_damaged += outcome.num_damaged
+        for outcomes in results:
+            self.num_damaged += sum(outcome.num_damaged for outcome in outcomes.values())
         if self.connector is not None:
             results = self.connector.resolve_results(results)
         if self.connector is None or not results:

@@ -4,10 +4,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 
-from pdkv.errors import StoreError
+from pdkv.errors import StoreError, StoreTimeout
 from pdkv.kv_store.base import Item, KVStore, Sized
 from pdkv.kv_store.recent_keys import RecentKeys
 from pdkv.kv_store.terms import Terms
@@ -57,6 +58,7 @@ class Backfill:
         self._looks = False  # the source has less room than before
         self._cold_written: dict[bytes, float] = {}  # when; of those that go first now
         self._is_busy = False
+        self._is_held = False  # no copy is to begin
         self._deleted: set[bytes] | None = set()  # while the thread was busy; None: all
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -99,6 +101,26 @@ class Backfill:
             if self._is_busy and self._deleted is not None:
                 self._deleted.update(keys)
 
+    @contextmanager
+    def still(self, timeout_s: float) -> Iterator[None]:
+        """Nothing is copied within the block; a copy under way ends before it, with what it takes back.
+
+        Raises:
+            StoreTimeout: not within `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._wait_until(lambda: not self._is_held, deadline)
+            self._is_held = True  # the copy that is next waits, too
+        try:
+            with self._changed:
+                self._wait_until(lambda: not self._is_busy, deadline)
+            yield
+        finally:
+            with self._changed:
+                self._is_held = False
+                self._changed.notify_all()
+
     def close(self) -> None:
         """End the thread, with the call of a tier that is under way. Idempotent."""
         with self._changed:
@@ -108,6 +130,10 @@ class Backfill:
             self._thread.join(JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error("thread %s does not end", self._thread.name)
+
+    def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
+        if not self._changed.wait_for(condition, max(deadline - time.monotonic(), 0.0)):
+            raise StoreTimeout("a copy between tiers has not ended in time")
 
     def _wake(self) -> None:
         if self._thread is None and not self._stopping:
@@ -121,7 +147,7 @@ class Backfill:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                while not (self._used or self._looks or self._stopping):
+                while not self._stopping and (self._is_held or not (self._used or self._looks)):
                     self._changed.wait()
                 if self._stopping:
                     return
@@ -138,6 +164,7 @@ class Backfill:
                 logger.exception("KV store: values were not copied into a slower tier")
             with self._changed:
                 self._is_busy = False
+                self._changed.notify_all()
 
     def _copy_coldest(self) -> None:
         """What goes first and is not in the slower tiers yet; goes on as long as there is some, for it moves."""

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self
 
@@ -129,6 +130,21 @@ class KVStore(ABC):
         Does not block.
         """
         return
+
+    def still(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Within the block nothing is copied between its parts behind everybody's back; a copy under way ends before.
+
+        Raises StoreTimeout, on entry, for one that does not end in time.
+        """
+        return nullcontext()
+
+    def put_into(self, part: "KVStore", items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        """`put_on_terms` into one of its `parts`, whatever that takes by its write policy."""
+        part.put_on_terms(items, terms)
+
+    def contains_own(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys have a value that this process may remove: what `discard` would find."""
+        return self.contains(keys)
 
     def discard(self, keys: Sequence[bytes] | None) -> int:
         """Remove the values that this process may remove, of these keys or (None) of all; returns how many it found.

@@ -160,6 +160,12 @@ class HostStore(TellingStore):
                 while (elsewhere := self._find_elsewhere(number)) is not None:
                     self._shun(elsewhere[0], elsewhere[2])
 
+    def contains_own(self, keys: Sequence[bytes]) -> list[bool]:
+        """What is in this process' own segment."""
+        with self._call():
+            own = self.own
+            return [own is not None and key_of(key) in own for key in keys]
+
     def discard(self, keys: Sequence[bytes] | None) -> int:
         """Of this process' own segment: whoever writes another one is told, too."""
         with self._call():

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -97,6 +98,14 @@ class TieredStore(TellingStore):
     def forget(self, keys: Sequence[bytes] | None) -> None:
         if self._backfill is not None:
             self._backfill.forget(keys)
+
+    def still(self, timeout_s: float) -> AbstractContextManager[None]:
+        return self._backfill.still(timeout_s) if self._backfill is not None else nullcontext()
+
+    def put_into(self, part: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        part.put_on_terms(items, terms)
+        if self._backfill is not None and part is self.tiers[0].store:
+            self._backfill.room_taken()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self.forget(keys)

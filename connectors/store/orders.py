@@ -1,4 +1,4 @@
-"""Operators' orders about the tiers of a store: what they hold of a prompt, and what shall go, stay or come nearer.
+"""Operators' orders about the tiers of a store: what they hold of a prompt, and what shall go, stay, or be elsewhere.
 
 Each rank has a thread for them, beside those that load and save; what it found goes with the results of a step to the
 scheduler side, which makes one answer of all ranks'.
@@ -8,17 +8,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
+from pdkv.connectors.store.between_tiers import BetweenTiers
 from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, KVTerms, TierAnswer
+from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, ConnectorStats, TierAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,6 @@ MAX_ORDERS = 16
 """That wait on one rank; further ones are refused."""
 
 JOIN_TIMEOUT_S = 5.0
-
-Prefetch = Callable[[Sequence[Value], KVStore, float, KVTerms | None], None]
-"""(values, the first tier, deadline, terms): read this rank's parts of those that the first tier lacks, so that it gets
-them, on these terms.
-"""
 
 _answers = msgspec.msgpack.Decoder(CacheAnswer)
 
@@ -122,15 +118,20 @@ def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
 class TierOrders:
     """What one rank does about orders. `carry_out` blocks: the store's deadlines bound it."""
 
-    def __init__(self, store: KVStore, cut: StoreCut, prefetch: Prefetch) -> None:
+    def __init__(self, store: KVStore, cut: StoreCut, between: BetweenTiers) -> None:
         self._store = store
         self._cut = cut
-        self._prefetch = prefetch
+        self._between = between
+
+    @property
+    def num_damaged(self) -> int:
+        """Values that were brought from tier to tier and were not what had been saved."""
+        return self._between.num_damaged
 
     def carry_out(self, order: CacheOrder, deadline: float) -> CacheAnswer:
         """Tier by tier; one that fails says why, and the others go on."""
         tiers = self._store.parts()
-        named = [name for name in tiers if order.is_about(name)]
+        named = _named(order, tiers)
         if order.action == "prefetch" and not order.tier:
             del named[1:]
         if order.action == "clear":
@@ -142,7 +143,7 @@ class TierOrders:
         """What is said where nothing was done."""
         tiers = list(self._store.parts())
         problem = str(error)[:MAX_PROBLEM_CHARS]
-        named = [TierAnswer(name, code=error.code, problem=problem) for name in tiers if order.is_about(name)]
+        named = [TierAnswer(name, code=error.code, problem=problem) for name in _named(order, tiers)]
         return CacheAnswer(order.order_id, named, tiers)
 
     def _try(self, order: CacheOrder, name: str, tier: KVStore, deadline: float) -> TierAnswer:
@@ -173,8 +174,23 @@ class TierOrders:
                 first = next(iter(self._store.parts().values()))
                 if tier is not first or len(self._store.parts()) == 1:
                     raise StoreUnable("values are brought into the first of several tiers from those behind it")
-                self._prefetch(values, tier, deadline, order.kv_terms)
+                self._between.prefetch(values, tier, deadline, order.kv_terms)
+            case "move":
+                num_values = self._move(order, values, tier, deadline)
+                return self._count(order.keys, values, tier.contains(own))[0], num_values
         return self._count(order.keys, values, tier.contains(own))
+
+    def _move(self, order: CacheOrder, values: Sequence[Value], destination: KVStore, deadline: float) -> int:
+        """Returns how many values, as `BetweenTiers.move`. Raises StoreUnable where the names are not of two tiers."""
+        tiers = self._store.parts()
+        sources, destinations = list(filter(order.is_from, tiers)), list(filter(order.is_about, tiers))
+        for param, name, found in (("from", order.source, sources), ("tier", order.tier, destinations)):
+            if len(found) > 1:
+                raise StoreUnable(f"{param} {name!r} names {' and '.join(found)}: one tier was expected")
+        source = tiers[sources[0]]
+        if source is destination:
+            raise StoreUnable(f"from {order.source!r} and tier {order.tier!r} name the same tier: two were expected")
+        return self._between.move(values, source, destination, deadline, copy=order.copy, kv_terms=order.kv_terms)
 
     def _clear(self, tier: KVStore, keys: Sequence[bytes] | None) -> int:
         self._store.forget(keys)
@@ -193,6 +209,13 @@ class TierOrders:
         return longest_hit(self._cut, block_keys, whole), sum(there)
 
 
+def _named(order: CacheOrder, tiers: Collection[str]) -> list[str]:
+    """The tiers that an order is about; none of a store that lacks the one which a move takes values from."""
+    if order.action == "move" and not any(map(order.is_from, tiers)):
+        return []
+    return list(filter(order.is_about, tiers))
+
+
 class OrderThread:
     """Runs orders one after the other, on a thread that begins with the first. The step thread puts and takes.
 
@@ -207,6 +230,11 @@ class OrderThread:
         self._done: queue.SimpleQueue[tuple[TransferKey, TransferOutcome]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+
+    @property
+    def stats(self) -> ConnectorStats:
+        """What orders have found since the start."""
+        return ConnectorStats(damaged_values=self._orders.num_damaged)
 
     def put(self, order: CacheOrder) -> None:
         """Queue an order; one too many is answered at once."""
@@ -245,13 +273,15 @@ class OrderThread:
     def _run(self) -> None:
         while (item := self._todo.get()) is not None and not self._is_closed:
             order, deadline = item
+            num_damaged = self._orders.num_damaged
             try:
                 answer = self._orders.carry_out(order, deadline)
             except Exception as error:  # the thread goes on, and whoever asked hears of it
                 logger.exception("an order to %s what is stored ended with an error", order.action)
                 answer = self._orders.refuse(order, PdkvError(f"{type(error).__name__}: {error}"))
-            self._answer(order, answer)
+            self._answer(order, answer, self._orders.num_damaged - num_damaged)
 
-    def _answer(self, order: CacheOrder, answer: CacheAnswer) -> None:
-        self._done.put((name_of(order), TransferOutcome(notes=(msgspec.msgpack.encode(answer),))))
+    def _answer(self, order: CacheOrder, answer: CacheAnswer, num_damaged: int = 0) -> None:
+        outcome = TransferOutcome(num_damaged=num_damaged, notes=(msgspec.msgpack.encode(answer),))
+        self._done.put((name_of(order), outcome))
         self._notify()

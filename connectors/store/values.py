@@ -62,7 +62,13 @@ class SealedValues:
         expires_at = 0 if kv_terms.ttl_s is None else max(int(self._clock() + kv_terms.ttl_s), 1)
         return Terms(expires_at, kv_terms.owner, kv_terms.quota_bytes)
 
-    def get(self, slots: Sequence[Slot], use: Callable[[Slot], None], kv_terms: KVTerms | None = None) -> Reading:
+    def get(
+        self,
+        slots: Sequence[Slot],
+        use: Callable[[Slot], None],
+        kv_terms: KVTerms | None = None,
+        part: KVStore | None = None,
+    ) -> Reading:
         """Read values into their slots and call `use` for each one that is whole, which may raise KVCorrupted.
 
         What is there and is not whole is looked at once more, since somebody may be replacing it; then it is deleted,
@@ -71,26 +77,30 @@ class SealedValues:
         Args:
             kv_terms: of whoever reads; copies that the store makes of what is read are in that owner's room.
 
+        Args:
+            part: of the store, which alone is read, and loses what is damaged; None: all of them.
+
         Raises:
             StoreError: the store does not answer.
         """
+        store = self.store if part is None else part
         missed: dict[State, list[Slot]] = {"damaged": [], "absent": [], "expired": []}
-        for slot, state in zip(slots, self._read(slots, kv_terms), strict=True):
+        for slot, state in zip(slots, self._read(slots, store, kv_terms), strict=True):
             if state != "whole" or not _is_used(slot, use):
                 missed["damaged" if state == "whole" else state].append(slot)
         if not any(missed.values()):
             return Reading([], 0)
-        missing, num_misfits = self._look_again(missed, use, kv_terms)
+        missing, num_misfits = self._look_again(missed, use, store, kv_terms)
         num_damaged = len(missed["damaged"]) + num_misfits + self._num_found_by_store()
         self._tell(num_damaged)
         return Reading(missing, num_damaged, len(missed["expired"]))
 
-    def _read(self, slots: Sequence[Slot], kv_terms: KVTerms | None) -> list[State]:
+    def _read(self, slots: Sequence[Slot], store: KVStore, kv_terms: KVTerms | None) -> list[State]:
         """Read values into their slots, and check them as they come in, while their bytes are in the cache."""
         checks = [self._sealer.check(slot.key, slot.view) for slot in slots]
         owner, quota = (0, None) if kv_terms is None else (kv_terms.owner, kv_terms.quota_bytes)
         with self.meter.reading():
-            found = self.store.read_on_terms(
+            found = store.read_on_terms(
                 [slot.key for slot in slots],
                 [slot.view for slot in slots],
                 lambda index, stop: checks[index].arrived(stop),
@@ -100,8 +110,18 @@ class SealedValues:
         now = self._clock()
         return [_state_of(check, now) if is_found else "absent" for is_found, check in zip(found, checks, strict=True)]
 
+    def kept_on(self, slots: Sequence[Slot], kv_terms: KVTerms | None) -> Mapping[bytes, Terms]:
+        """The terms of values that are whole in their slots: the ends that they have, in this owner's room."""
+        owner, quota = (0, None) if kv_terms is None else (kv_terms.owner, kv_terms.quota_bytes)
+        ends = {slot.key: self._sealer.check(slot.key, slot.view).expires_at for slot in slots}
+        return {key: Terms(end, owner, quota) for key, end in ends.items() if end or owner}
+
     def _look_again(
-        self, missed: Mapping[State, list[Slot]], use: Callable[[Slot], None], kv_terms: KVTerms | None
+        self,
+        missed: Mapping[State, list[Slot]],
+        use: Callable[[Slot], None],
+        store: KVStore,
+        kv_terms: KVTerms | None,
     ) -> tuple[list[Slot], int]:
         """What is missing for good, and how many values of another size were in the way. What nobody may use is
         deleted.
@@ -110,15 +130,15 @@ class SealedValues:
         misfits: list[Slot] = []
         good: set[bytes] = set()
         try:
-            there = self.store.contains([slot.key for slot in absent]) if absent else []
+            there = store.contains([slot.key for slot in absent]) if absent else []
             misfits = [slot for slot, is_there in zip(absent, there, strict=True) if is_there]
             suspects = [*damaged, *misfits]
             if suspects:
-                for slot, state in zip(suspects, self._read(suspects, kv_terms), strict=True):
+                for slot, state in zip(suspects, self._read(suspects, store, kv_terms), strict=True):
                     if state == "whole" and _is_used(slot, use):
                         good.add(slot.key)
             if suspects or expired:
-                self.store.delete([slot.key for slot in (*suspects, *expired) if slot.key not in good])
+                store.delete([slot.key for slot in (*suspects, *expired) if slot.key not in good])
         except StoreError as error:  # what nobody may use is a miss all the same
             logger.debug("damaged or expired values stay in the store: %s", error)
         missing = [slot for slot in (*damaged, *absent, *expired) if slot.key not in good]

@@ -21,6 +21,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.stats import stats_of_tiers, sum_stats
 from pdkv.connectors.step_done import ON_HOST, StepDone
+from pdkv.connectors.store.between_tiers import BetweenTiers
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.forms import Forms, Pace, choose_form
 from pdkv.connectors.store.hidden import ComputeClock, HiddenTime
@@ -47,9 +48,8 @@ from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
-from pdkv.kv_store.base import KVStore
 from pdkv.log_limit import LogLimit
-from pdkv.wire.messages import ConnectorStats, KVTerms
+from pdkv.wire.messages import ConnectorStats
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ class StoreWorker(TransferWorker):
         self._coder = coder
         self._clock = ComputeClock()
         self._hidden = HiddenTime(self._clock)
-        self._near = NearValues(values.store, cut, self._prefetch)
+        self._near = NearValues(values.store, cut, BetweenTiers(values, self._each_buffer).prefetch)
         self._pace = Pace()
         self._wake = notify
         self._block_size = config.layout.block_size
@@ -124,7 +124,7 @@ class StoreWorker(TransferWorker):
         self._step_loads: list[TransferKey] = []
         self._layer_deadline = 0.0
         self._ended = threading.Event()
-        self._orders = OrderThread(TierOrders(values.store, cut, self._prefetch), notify)
+        self._orders = OrderThread(TierOrders(values.store, cut, BetweenTiers(values, self._each_buffer)), notify)
 
     def _result_is_in(self) -> None:
         self._ended.set()
@@ -143,8 +143,8 @@ class StoreWorker(TransferWorker):
         sizes = self._forms.all_sizes(parts)
         largest = max(body_bytes(per_value) for body_bytes in sizes)
         self._capacity = max(self._options.staging_bytes, largest)  # of a buffer, in bytes of bodies
-        prefetches = len(self._values.store.parts()) > 1  # operators' orders have a thread of their own
-        threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead + prefetches
+        has_tiers = len(self._values.store.parts()) > 1  # operators' orders have a thread of their own
+        threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead + has_tiers
         buffer_size = buffer_bytes(self._capacity, min(body_bytes(1) for body_bytes in sizes))
         self._staging = StagingBuffers(threads, buffer_size, streams_of(kv_cache.device))
         if self._coder is not None:
@@ -263,7 +263,8 @@ class StoreWorker(TransferWorker):
     def get_stats(self) -> Stats:
         num_bytes, seconds = self._values.meter.total
         read = ConnectorStats(read_bytes=num_bytes, read_seconds=seconds)
-        own = sum_stats([super().get_stats(), {"": self._hidden.stats}, {"": read}])
+        parts = (self._hidden.stats, read, self._orders.stats)
+        own = sum_stats([super().get_stats(), *({"": part} for part in parts)])
         return {**own, **stats_of_tiers(self._values.store.count_tiers())}
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
@@ -352,34 +353,17 @@ class StoreWorker(TransferWorker):
             return []
         return self._forms.in_form(order.pieces, self._cut.forms[-1] if form is None else form)
 
-    def _prefetch(
-        self,
-        values: Sequence[Value],
-        first: KVStore,
-        deadline: float,
-        kv_terms: KVTerms | None = None,
-        check: Callable[[], None] = lambda: None,
+    def _each_buffer(
+        self, values: Sequence[Value], deadline: float, use: Callable[[list[Slot]], None], check: Callable[[], None]
     ) -> None:
-        """Read this rank's parts of what the first tier lacks: those behind it are copied there by that.
-
-        Args:
-            kv_terms: on which they are copied.
-            check: raises where it has to stop; called between two buffers.
-
-        Raises:
-            TransferTimeout: not all of it within the deadline.
-        """
+        """EachBuffer: of parts that this rank writes."""
         for pieces in self._pieces(values, owned=True):
             check()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TransferTimeout("not all values were brought in time")
             with self._staging.take(left_s) as buffer:
-                slots = lay_out(pieces, buffer)
-                there = first.contains([slot.key for slot in slots])
-                missing = [slot for slot, is_there in zip(slots, there, strict=True) if not is_there]
-                if missing:
-                    self._values.get(missing, lambda slot: None, kv_terms)
+                use(lay_out(pieces, buffer))
 
     def _fill_blocks(self, job: Job, load: StoreLoad, slot: Slot) -> None:
         """Raises KVCorrupted for a body that no codec has made; nothing is in the blocks then."""

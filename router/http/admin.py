@@ -67,7 +67,7 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
     POST /admin/engines/NAME/resume  it gets requests again
     POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
     GET  /admin/cache                what pools and tiers of KV hold and gave (engines/cache_view.py)
-    POST /admin/cache/ACTION         lookup, clear, pin, unpin, prefetch: of a prompt (cache_pages.py)
+    POST /admin/cache/ACTION         lookup, clear, pin, unpin, prefetch, move: of a prompt (cache_pages.py)
     GET  /admin/requests/ID          what is known of the requests of that id (request_state.py)
 
     Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true. `caches` None: no

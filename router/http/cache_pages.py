@@ -1,7 +1,8 @@
-"""POST /admin/cache/…: what engines and tiers hold of a prompt, and what shall go, stay or come nearer."""
+"""POST /admin/cache/…: what engines and tiers hold of a prompt, and what shall go, stay, or be elsewhere."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
@@ -22,13 +23,16 @@ from pdkv.router.http.prompts import check_length, encode
 from pdkv.router.http.protocol import Message, TokenizeChatBody
 from pdkv.router.http.served_model import ServedModel
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import CacheAction, CacheAnswer, CacheOrder, KVTerms, TierAnswer
+from pdkv.wire.messages import CacheAction, CacheAnswer, CacheOrder, KVTerms, TierAnswer, names_tier
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
 
 POOL = "pool"
 """The tier that is an engine's own blocks (engine/cache_orders.py)."""
+
+HOST = "host"
+"""The kind of a tier of which each engine writes its own, and reads all (kv_store/host_store.py)."""
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -57,8 +61,10 @@ class CacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     api_key: str | None = None  # the name of the client's key, where keys have salts of their own
-    engine: str | None = None  # this one alone; prefetch: into its host memory
+    engine: str | None = None  # this one alone; prefetch, and a move into host memory: into its own
     tier: str = ""
+    source: str = msgspec.field(default="", name="from")  # move: the tier that values leave; `tier` is where they go
+    copy: bool = False  # move: they stay there, too
     ttl_s: float | None = None  # pin
     timeout_s: float = 10.0
     return_keys: bool = False
@@ -79,6 +85,7 @@ class CachePages:
         self._dispatcher = dispatcher
         self._model = model
         self._keys = keys
+        self._is_moving = False
 
     def describe(self) -> dict[str, Any]:
         """What pools and tiers hold and gave (engines/cache_view.py), JSON-ready."""
@@ -93,7 +100,7 @@ class CachePages:
 
         Raises:
             InvalidRequest: what is asked for cannot be; 404 where no engine or tier is called so, 409 where there is no
-                room to pin.
+                room to pin or to move to, or where a move is under way.
             EngineUnavailable: the engine, or all, cannot be asked now.
             RequestTimeout: nobody answered in time.
             RequestFailed: nobody could do it.
@@ -104,7 +111,7 @@ class CachePages:
         _check(action, body)
         engines = _choose(self._dispatcher.fleet, body.engine)
         tokens, keys, num_tokens = await asyncio.to_thread(self._read, body, engines[0])
-        if action == "prefetch" and body.engine is None:
+        if body.engine is None and (action == "prefetch" or (action == "move" and names_tier(HOST, body.tier))):
             engines = _one_of(engines, keys or ())
         order = CacheOrder(
             order_id="",
@@ -113,17 +120,34 @@ class CachePages:
             tier=body.tier,
             ttl_s=body.ttl_s,
             timeout_s=body.timeout_s,
-            kv_terms=self._terms_of(body) if action == "prefetch" else None,
+            kv_terms=self._terms_of(body) if action in ("prefetch", "move") else None,
+            source=body.source,
+            copy=body.copy,
         )
         if action == "prefetch" and body.tier == POOL:
             await self._load(engines[0].name, order, tokens, self._salt_of(body))
             order = msgspec.structs.replace(order, action="lookup")
-        answers = await self._dispatcher.cache_orders.ask([engine.name for engine in engines], order)
+        with self._one_move_at_a_time(order):
+            answers = await self._dispatcher.cache_orders.ask([engine.name for engine in engines], order)
         _check_answers(order, answers)
         told: dict[str, Any] = {"prompt_tokens": num_tokens} if keys is not None else {}
         if body.return_keys:
             told["keys"] = [key.hex() for key in keys or ()]
         return told | {"engines": [_describe(engine, answers[engine.name]) for engine in engines]}
+
+    @contextmanager
+    def _one_move_at_a_time(self, order: CacheOrder) -> Iterator[None]:
+        """Of two in opposite directions, on two engines, each could remove the value that the other one relies on."""
+        if order.action != "move":
+            yield
+            return
+        if self._is_moving:
+            raise InvalidRequest("a move is under way: one at a time was expected", status=409)
+        self._is_moving = True
+        try:
+            yield
+        finally:
+            self._is_moving = False
 
     async def _load(self, name: str, order: CacheOrder, tokens: list[int] | None, salt: str) -> None:
         """Let an engine's own blocks have what tiers have of a prompt: it runs that and one token more."""
@@ -217,8 +241,32 @@ def _check(action: CacheAction, body: CacheBody) -> None:
             f"timeout_s must be a number of seconds above 0 and up to {MAX_TIMEOUT_S:g}, got {body.timeout_s:g}",
             param="timeout_s",
         )
-    if len(body.tier) > 256:
-        raise InvalidRequest(f"tier: no tier has a name of {len(body.tier)} characters", param="tier")
+    for name, tier in (("tier", body.tier), ("from", body.source)):
+        if len(tier) > 256:
+            raise InvalidRequest(f"{name}: no tier has a name of {len(tier)} characters", param=name)
+    if action == "move":
+        _check_move(body)
+    elif body.source or body.copy:
+        name = "from" if body.source else "copy"
+        raise InvalidRequest(f"{name} is for move, got it for {action}", param=name)
+
+
+def _check_move(body: CacheBody) -> None:
+    ways = {
+        "from": (body.source, "what engines' own blocks hold is in the tiers below them already"),
+        "tier": (body.tier, f"prefetch with tier {POOL!r} brings values there"),
+    }
+    for name, (tier, hint) in ways.items():
+        if not tier:
+            raise InvalidRequest(f"move: {name}: a tier was expected, such as '{HOST}', got none", param=name)
+        if tier == POOL:
+            raise InvalidRequest(
+                f"move: {name}: a tier below the engines' own blocks was expected, got {POOL!r}: {hint}", param=name
+            )
+    if body.source == body.tier:
+        raise InvalidRequest(
+            f"move: from and tier: two tiers were expected, got {clip(body.tier)!r} twice", param="tier"
+        )
 
 
 def _tokens_of(body: CacheBody, model: ServedModel) -> list[int] | None:
@@ -289,12 +337,7 @@ def _check_answers(order: CacheOrder, answers: Mapping[str, CacheAnswer]) -> Non
     """Raises what `CachePages.answer` says, where nobody did anything."""
     tiers = [(name, tier) for name, answer in answers.items() for tier in answer.tiers]
     if not tiers:
-        known = dict.fromkeys(tier for answer in answers.values() for tier in answer.known)
-        if order.tier:
-            raise InvalidRequest(
-                f"no engine has a tier {clip(order.tier)!r}; known: {', '.join(known)}", param="tier", status=404
-            )
-        raise InvalidRequest(f"{order.action}: there is no tier below the engines' own pools", param="tier")
+        raise _no_tier(order, dict.fromkeys(tier for answer in answers.values() for tier in answer.known))
     if any(not tier.code for _, tier in tiers):
         return
     name, first = tiers[0]
@@ -307,6 +350,21 @@ def _check_answers(order: CacheOrder, answers: Mapping[str, CacheAnswer]) -> Non
     if codes == {LateTier.code}:
         raise RequestTimeout(text, request_id="")
     raise RequestFailed(text, request_id="")
+
+
+def _no_tier(order: CacheOrder, known: Collection[str]) -> InvalidRequest:
+    """Why none is what an order is about."""
+    for param, name in (("from", order.source), ("tier", order.tier)):
+        if name and not any(names_tier(name, tier) for tier in known):
+            text = f"no engine has a tier {clip(name)!r}; known: {', '.join(known)}"
+            return InvalidRequest(text, param=param, status=404)
+    if order.action == "move":
+        text = (
+            f"move: from and tier: two tiers of one store were expected, got {clip(order.source)!r} and "
+            f"{clip(order.tier)!r}; known: {', '.join(known)}"
+        )
+        return InvalidRequest(text, param="tier")
+    return InvalidRequest(f"{order.action}: there is no tier below the engines' own pools", param="tier")
 
 
 def _describe(engine: EngineState, answer: CacheAnswer) -> dict[str, Any]:

@@ -52,7 +52,9 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
             ["serve"],
             "unknown command 'serve'; known: launch, engine, engines, drain, resume, role, cache, scale, restart, gene",
         ),
-        (["cache", "find"], "'find'; known: lookup, clear, pin, unpin, prefetch"),
+        (["cache", "find"], "'find'; known: lookup, clear, pin, unpin, prefetch, move"),
+        (["cache", "move", "--tokens", "1"], "the following arguments are required: --from, --tier"),
+        (["cache", "pin", "--tokens", "1", "--copy"], "--copy"),
         (
             ["cache", "clear"],
             "one of the arguments --prompt --prompt-file --messages --tokens --keys --all is required",

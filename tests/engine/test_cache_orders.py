@@ -6,7 +6,7 @@ import pytest
 from engines import make_core, of_type, run, submit
 
 from pdkv.block_keys import extend_keys
-from pdkv.connectors.base import SchedulerConnector
+from pdkv.connectors.base import NO_TRANSFERS, SchedulerConnector, TransferOutcome, TransferResults
 from pdkv.engine.cache_orders import SLACK_S
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import root_of
@@ -124,3 +124,11 @@ def test_nobody_is_told_when_the_router_has_left(core: EngineCore) -> None:
     core.said.append(CacheAnswer("o"))  # type: ignore[attr-defined]
     assert of_type(run(core), CacheAnswer) == []
     assert core.next_deadline() is None
+
+
+def test_what_an_order_has_found_damaged_is_counted(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector says that there is nothing else for the engine to act on."""
+    monkeypatch.setattr(core.external.connector, "resolve_results", lambda results: NO_TRANSFERS)
+    ended = {("o/order", 0): TransferOutcome(num_damaged=2)}
+    core.external.settle(TransferResults(ended, {}, {}, {}))
+    assert core.external.num_damaged == 2

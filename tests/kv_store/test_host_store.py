@@ -14,6 +14,7 @@ import pytest
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.process_info import process_start_time
 from pdkv.kv_store import host_store
+from pdkv.kv_store.base import Held, TierCounts
 from pdkv.kv_store.host_segment import PAGE_BYTES, Segment, format_segment, key_of
 from pdkv.kv_store.host_store import HostStore, SegmentAddress, write_address
 from pdkv.kv_store.host_writer import SegmentWriter
@@ -118,8 +119,8 @@ def test_what_it_holds_and_gave_is_counted(open_: Open) -> None:
     room = own(store).segment.num_pages // 3
     put(store, *range(room + 2))
     assert has(other, 0, room + 1) == [True, False]
-    assert store.count_tiers() == {"0-host": (0, 0, (room, room * 3 * PAGE_BYTES, CAPACITY, 2, {}))}
-    assert other.count_tiers() == {"0-host": (1, 0, (0, 0, CAPACITY, 0, {}))}
+    assert store.count_tiers() == {"0-host": TierCounts(0, 0, Held(room, room * 3 * PAGE_BYTES, CAPACITY, 2))}
+    assert other.count_tiers() == {"0-host": TierCounts(1, 0, Held(0, 0, CAPACITY, 0))}
     store.delete([key(0)])
     assert store.count_held().values == room - 1
 

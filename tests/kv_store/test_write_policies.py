@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from traffic import wait_until_true
 
-from pdkv.errors import StoreUnavailable
+from pdkv.errors import StoreTimeout, StoreUnavailable
 from pdkv.kv_store import backfill
 from pdkv.kv_store.backfill import COLD_SHARE
 from pdkv.kv_store.base import Buffer, Item, Sized
@@ -166,6 +166,72 @@ def test_a_copy_under_way_does_not_bring_back_what_is_cleared(store: TieredStore
 
 
 @second_use
+def test_a_still_block_begins_behind_the_copy_under_way_and_before_the_next(
+    store: TieredStore, lower: LowerTier
+) -> None:
+    put(store, 1, 2)
+    copies = store._backfill
+    assert copies is not None
+    num_puts: list[int] = []
+
+    def look() -> None:
+        with store.still(WAIT_S):
+            num_puts.append(lower.num_puts)
+
+    lower.may_put.clear()
+    get(store, 1)
+    assert lower.putting.wait(WAIT_S)
+    looker = threading.Thread(target=look)
+    looker.start()
+    wait_until_true(lambda: copies._is_held, "it is waited for")
+    get(store, 2)
+    lower.may_put.set()
+    looker.join(WAIT_S)
+    assert num_puts == [1]
+    lower.await_keys(key(1), key(2))
+
+
+@second_use
+def test_a_copy_that_does_not_end_in_time_is_an_error(store: TieredStore, lower: LowerTier) -> None:
+    put(store, 1)
+    lower.may_put.clear()
+    get(store, 1)
+    assert lower.putting.wait(WAIT_S)
+    with pytest.raises(StoreTimeout, match="a copy between tiers has not ended in time"), store.still(0.0):
+        pytest.fail("it is under way")
+    lower.may_put.set()
+    lower.await_keys(key(1))
+    with store.still(WAIT_S):
+        assert lower.num_puts == 1
+
+
+@second_use
+def test_two_still_blocks_are_one_after_the_other(store: TieredStore, lower: LowerTier) -> None:
+    with (
+        store.still(WAIT_S),
+        pytest.raises(StoreTimeout),
+        store.still(0.0),
+    ):
+        pytest.fail("both at once")
+    put(store, 1)
+    get(store, 1)
+    lower.await_keys(key(1))
+
+
+@second_use
+def test_a_store_is_closed_within_a_still_block(store: TieredStore) -> None:
+    """The thread does not wait for the block's end."""
+    put(store, 1)
+    get(store, 1)
+    with store.still(WAIT_S):
+        get(store, 1)
+        store.close()
+    assert store._backfill is not None
+    assert store._backfill._thread is not None
+    assert not store._backfill._thread.is_alive()
+
+
+@second_use
 def test_a_tier_that_fails_gets_it_with_the_next_use(store: TieredStore, lower: LowerTier) -> None:
     put(store, 1)
     lower.fails = True
@@ -195,6 +261,14 @@ def test_what_goes_from_host_memory_is_below_and_what_stays_is_not(store: Tiered
     assert store.tiers[0].store.contains([key(n) for n in range(5)]) == [False] * 4 + [True]
     assert get(store, *range(4)) == [True] * 4
     assert lower.contains([key(num_pages), key(num_pages + 3)]) == [False, False]
+
+
+@evicted
+def test_what_makes_room_for_what_is_put_into_host_memory_alone_is_below(store: TieredStore, lower: LowerTier) -> None:
+    num_pages = num_pages_of(store)
+    for number in range(num_pages):
+        store.put_into(host_of(store), [(key(number), value(number))], {})
+    lower.await_keys(key(0))
 
 
 @evicted

@@ -27,10 +27,11 @@ from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.worker import StoreWorker
+from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.errors import StoreError
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.memory_store import MemoryStore
-from pdkv.wire.messages import EngineCard, KVGroup, KVHandoff, KVLayout
+from pdkv.wire.messages import CacheOrder, EngineCard, KVGroup, KVHandoff, KVLayout, TierAnswer
 
 WAIT_S = 20.0
 TOTAL_HEADS = 4
@@ -350,3 +351,31 @@ def prefill(
     engine.fill(blocks, kv)
     request = view(transfer_id, kv="handoff", num_tokens=num_tokens + 1, salt=str(seed))
     return kv, engine.hand_off(request, blocks, num_tokens)
+
+
+# --- operators' orders --------------------------------------------------------------------------------------------
+
+KEYS = chain(16, "0")
+"""Of the first 256 tokens of `prefill`'s prompt: four values."""
+
+
+def order(engine: Engine, action: Any, keys: list[bytes] | None = KEYS, **fields: Any) -> dict[str, TierAnswer]:
+    """What all ranks together answer, by tier."""
+    asked = CacheOrder(order_id="o", action=action, keys=keys, **fields)
+    assert engine.scheduler.order_tiers(asked) == 1
+    meta = engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], []))
+    for worker in engine.workers:
+        worker.start_load_kv(meta)
+    joined = TransferAggregator(engine.tp)
+    while not (answers := engine.scheduler.take_tier_answers()):
+        assert engine.woken.acquire(timeout=WAIT_S)
+        results = engine.scheduler.resolve_results(joined.add([worker.get_finished() for worker in engine.workers]))
+        assert not results, "none of the engine's business"
+    (answer,) = answers
+    assert answer.order_id == "o"
+    return {tier.tier: tier for tier in answer.tiers}
+
+
+def find(engine: Engine, **fields: Any) -> dict[str, tuple[int, int]]:
+    """(tokens, values) by tier."""
+    return {name: (tier.num_tokens, tier.num_values) for name, tier in order(engine, "lookup", **fields).items()}

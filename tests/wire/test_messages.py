@@ -56,6 +56,7 @@ HANDOFF = KVHandoff("q", 1, "t", "prefill-0", "e1", 33, b"\x00\xff")
 EXAMPLES: list[RouterToEngine | EngineToRouter] = [
     CacheOrder(order_id="o", action="pin", keys=[b"k"], tier="host", ttl_s=2.5, timeout_s=1.0),
     CacheOrder(order_id="o", action="prefetch", keys=[b"k"], kv_terms=KVTerms(1)),
+    CacheOrder(order_id="o", action="move", keys=[b"k"], tier="redis", source="host", copy=True),
     CacheAnswer("o", [TierAnswer("store/0-host", 64, 4), TierAnswer("1-redis", code="x", problem="é")], ["pool"]),
     Submit(
         request_id="q",
@@ -326,9 +327,10 @@ def test_logprobs_of_a_prompt_that_are_none_are_malformed(packed: PromptLogprobs
 
 def test_a_tier_is_named_in_full_by_its_last_part_or_by_its_kind() -> None:
     def is_about(tier: str, *parts: str) -> bool:
-        order = CacheOrder(order_id="o", action="lookup", tier=tier)
+        order = CacheOrder(order_id="o", action="lookup", tier=tier, source=tier)
         for part in parts:
             order = order.within(part)
+        assert order.is_from("0-host") == (order.is_about("0-host") and bool(tier))
         return order.is_about("0-host")
 
     assert all(is_about(tier, "multi", "1-store") for tier in ("", "host", "0-host", "multi/1-store/0-host"))

@@ -15,13 +15,17 @@ _ACTIONS = {
     "pin": "keep a prompt's KV in host memory, until it is unpinned or --ttl-s has passed",
     "unpin": "take pins away: of a prompt, or --all",
     "prefetch": "bring a prompt's KV from lower tiers into host memory",
+    "move": "put a prompt's KV from one tier into another, and remove it from the first when it is there",
 }
+
+_WHO = {"prefetch": "one", "move": "all; into host memory: one"}
+"""Engines that are asked where none is named, other than all."""
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add it to the `pd` parser."""
-    summary = "show what pools and tiers of KV hold, and what they gave; look a prompt up, clear, pin"
-    parser = commands.add_parser("cache", help=summary, description=f"{summary.capitalize()}.")
+    summary = "show what pools and tiers of KV hold, and what they gave; look a prompt up, clear, pin, move"
+    parser = commands.add_parser("cache", help=summary, description=_sentence(summary))
     add_run_flag(parser)
     parser.set_defaults(run=run_cache)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
@@ -30,7 +34,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str) -> None:
-    parser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    parser = actions.add_parser(name, help=text, description=_sentence(text))
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--prompt", metavar="TEXT", help="the prompt")
     which.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the prompt")
@@ -41,8 +45,14 @@ def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str
     which.add_argument("--keys", metavar="HEX,HEX,…", help="keys of its blocks, from the first on")
     if name in ("clear", "unpin"):
         which.add_argument("--all", action="store_true", help="whatever there is")
-    parser.add_argument("--engine", metavar="NAME", help="this engine alone (default: all; prefetch: one)")
-    parser.add_argument("--tier", default="", metavar="TIER", help="this tier alone, such as pool, host, redis, 0-host")
+    parser.add_argument("--engine", metavar="NAME", help=f"this engine alone (default: {_WHO.get(name, 'all')})")
+    if name == "move":
+        parser.add_argument("--from", required=True, metavar="TIER", help="the tier that values leave, such as host")
+        parser.add_argument("--tier", required=True, metavar="TIER", help="where they go, such as redis, 1-redis")
+        parser.add_argument("--copy", action="store_true", default=None, help="they stay where they are, too")
+    else:
+        tiers = "this tier alone, such as pool, host, redis, 0-host"
+        parser.add_argument("--tier", default="", metavar="TIER", help=tiers)
     parser.add_argument("--cache-salt", metavar="SALT", help="that of the prompt's requests")
     parser.add_argument("--api-key", metavar="NAME", help="whose requests, where keys keep their KV apart")
     if name == "pin":
@@ -54,10 +64,14 @@ def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str
     parser.set_defaults(run=run_action, action=name)
 
 
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def run_action(arguments: argparse.Namespace) -> int:
     """Run `pd cache ACTION`: a line per engine and tier. Exit code 1: none could do it."""
     body = _content(arguments)
-    for name in ("engine", "tier", "cache_salt", "api_key", "ttl_s", "timeout_s"):
+    for name in ("engine", "from", "tier", "copy", "cache_salt", "api_key", "ttl_s", "timeout_s"):
         value = getattr(arguments, name, None)
         if value not in (None, ""):
             body[name] = value

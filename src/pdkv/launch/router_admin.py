@@ -47,7 +47,7 @@ class RouterAdmin:
         return list(answer["engines"])
 
     async def order_cache(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Look a prompt's KV up, clear, pin, unpin or prefetch it (router/http/cache_pages.py)."""
+        """Look a prompt's KV up, clear, pin, unpin, prefetch or move it (router/http/cache_pages.py)."""
         return await self._call("POST", f"/admin/cache/{action}", body, busy_s=float(body.get("timeout_s", 0.0)))
 
     async def drain(self, name: str, wait_s: float, *, move: bool = False) -> dict[str, Any]:

@@ -37,7 +37,7 @@ ConnectorKind = Literal["store", "pull", "push"]
 ChecksumMode = Literal["off", "sample", "on"]
 FinishReason = Literal["stop", "length"]
 
-CacheAction = Literal["lookup", "clear", "pin", "unpin", "prefetch"]
+CacheAction = Literal["lookup", "clear", "pin", "unpin", "prefetch", "move"]
 
 RequestKey = tuple[str, int]
 """(request_id, attempt)."""
@@ -365,6 +365,12 @@ class Resync(Message, frozen=True):
     """Ask for the whole cache content again: KVEvents that begin with a `cleared`."""
 
 
+def names_tier(name: str, tier: str) -> bool:
+    """Whether a tier, such as "multi/1-store/0-host", is called so: in full, by its last part or its kind, "host"."""
+    last = tier.rpartition("/")[2]
+    return name in (tier, last, last.partition("-")[2])
+
+
 class CacheOrder(Message, frozen=True, kw_only=True):
     """An operator's question about what is cached, or order to change it; answered by a CacheAnswer."""
 
@@ -374,15 +380,22 @@ class CacheOrder(Message, frozen=True, kw_only=True):
     tier: Text = ""  # its name, "multi/1-store/0-host", the last part of that, or its kind, "host"; empty: all
     ttl_s: Seconds | None = None  # of pins; None: until they are taken away
     timeout_s: Seconds = 10.0  # tiers that have not answered by then are late
-    kv_terms: KVTerms | None = None  # prefetch: of the prompt's requests
+    kv_terms: KVTerms | None = None  # prefetch, move: of the prompt's requests
+    source: Text = ""  # move: the tier that values leave, named as `tier` is, which is where they go
+    copy: bool = False  # move: they stay there, too
 
     def within(self, name: str) -> "CacheOrder":
         """The same to a part of that name."""
-        return msgspec.structs.replace(self, tier=self.tier.removeprefix(f"{name}/"))
+        tier, source = self.tier.removeprefix(f"{name}/"), self.source.removeprefix(f"{name}/")
+        return msgspec.structs.replace(self, tier=tier, source=source)
 
     def is_about(self, tier: str) -> bool:
         """Whether it names a tier, such as "0-host", of the part that it went to."""
-        return self.tier in ("", tier, tier.partition("-")[2])
+        return not self.tier or names_tier(self.tier, tier)
+
+    def is_from(self, tier: str) -> bool:
+        """Whether it takes values out of that tier."""
+        return names_tier(self.source, tier)
 
 
 # --- both directions ----------------------------------------------------------------------------------------------

@@ -2,44 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from store_rig import WAIT_S, Engine, FaultyStore, MakeEngine, chain, prefill, view
+from store_rig import KEYS, WAIT_S, Engine, FaultyStore, MakeEngine, chain, find, order, prefill, view
 
 from pdkv.connectors.base import SchedulerView, TransferOutcome, TransferResults
 from pdkv.connectors.store.orders import MAX_ORDERS, OrderBook, longest_hit, name_of
-from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.errors import MalformedMessage, ServerBusy, StoreUnable, StoreUnavailable, TransferTimeout
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.wire.messages import CacheAnswer, CacheOrder, KVGroup, TierAnswer
-
-KEYS = chain(16, "0")  # of `prefill`'s prompt: 256 tokens, four values
-
-
-def order(engine: Engine, action: Any, keys: list[bytes] | None = KEYS, **fields: Any) -> dict[str, TierAnswer]:
-    """What all ranks together answer, by tier."""
-    asked = CacheOrder(order_id="o", action=action, keys=keys, **fields)
-    assert engine.scheduler.order_tiers(asked) == 1
-    meta = engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], []))
-    for worker in engine.workers:
-        worker.start_load_kv(meta)
-    joined = TransferAggregator(engine.tp)
-    while not (answers := engine.scheduler.take_tier_answers()):
-        assert engine.woken.acquire(timeout=WAIT_S)
-        results = engine.scheduler.resolve_results(joined.add([worker.get_finished() for worker in engine.workers]))
-        assert not results, "none of the engine's business"
-    (answer,) = answers
-    assert answer.order_id == "o"
-    return {tier.tier: tier for tier in answer.tiers}
-
-
-def find(engine: Engine, **fields: Any) -> dict[str, tuple[int, int]]:
-    """(tokens, values) by tier."""
-    return {name: (tier.num_tokens, tier.num_values) for name, tier in order(engine, "lookup", **fields).items()}
+from pdkv.wire.messages import CacheAnswer, CacheOrder, KVGroup
 
 
 @pytest.fixture(name="tiers")

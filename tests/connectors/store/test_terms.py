@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import store_servers
 import torch
-from store_rig import Engine, random_kv, scattered, view
+from store_rig import Engine, order, random_kv, scattered, view
 
 from pdkv.connectors.base import ConnectorConfig, RequestView
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
@@ -408,3 +408,25 @@ def test_what_cannot_be_deleted_is_a_miss_all_the_same(make: MakeEngine, clock: 
         save(make(store))
         clock.now += TTL_S
         assert not loads_all(make(store), torch.empty(0))
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_is_moved_keeps_its_end_and_its_owner(make: MakeEngine, clock: Clock, tmp_path: Path) -> None:
+    """Host memory tells them of what leaves it; a file has no more than the end, so that the order tells the owner."""
+    host = HostStore(tmp_path / "kv", StoreOptions(capacity=64 << 20), clock)
+    engine = make(TieredStore([host, open_store(f"file://{tmp_path}/files")]))
+    kv, keys = save(engine), list(asking("x").block_keys)
+    num_bytes = host.count_held().owned
+    assert list(num_bytes) == [TERMS.owner]
+    assert order(engine, "move", keys, source="host", tier="file")["1-file"].num_values == NUM_VALUES
+    assert host.count_held().owned == {}
+    moved = order(engine, "move", keys, source="file", tier="host", kv_terms=TERMS)["0-host"]
+    assert moved.num_values == NUM_VALUES
+    assert host.count_held().owned == num_bytes
+    assert {terms.expires_at for terms in host.terms_of(keys_of(engine)).values()} == {NOW + TTL_S}
+    clock.now += TTL_S - 1
+    assert loads_all(make(engine.connectors[0].store), kv)
+    clock.now += 1
+    assert not loads_all(make(engine.connectors[0].store), kv)

@@ -129,6 +129,48 @@ def test_a_prompt_is_named_in_four_ways_and_all_by_none() -> None:
     with_operator(check, lambda name, order: [TierAnswer("store/0-host", 32, 2)])
 
 
+def test_a_move_says_from_where_to_where_and_asks_one_engine_for_its_host_memory() -> None:
+    async def check(operator: Operator) -> None:
+        for body, names in (
+            ({"from": "host", "tier": "redis"}, ["prefill-0", "decode-0"]),
+            ({"from": "redis", "tier": "store/0-host"}, ["prefill-0"]),
+            ({"from": "redis", "tier": "host", "engine": "decode-0"}, ["decode-0"]),
+            ({"from": "redis", "tier": "file", "copy": True}, ["prefill-0", "decode-0"]),
+        ):
+            num_orders = len(operator.orders)
+            answer = await operator.ask("move", {"prompt": TEXT, "timeout_s": 3} | body)
+            assert answer.json()["engines"][0]["tiers"] == [{"tier": "store/1-redis", "tokens": 32, "values": 2}]
+            assert [name for name, _ in operator.orders[num_orders:]] == names
+            order = operator.orders[-1][1]
+            assert (order.source, order.tier, order.copy) == (body["from"], body["tier"], body.get("copy", False))
+            assert (order.keys, order.timeout_s) == (keys_of(operator.system, TEXT), 3.0)
+
+    with_operator(check, lambda name, order: [TierAnswer("store/1-redis", 32, 2)])
+
+
+def test_one_move_is_under_way_at_a_time() -> None:
+    may_answer: list[str] = []
+
+    def answers(name: str, order: CacheOrder) -> list[TierAnswer] | None:
+        return [TierAnswer("store/1-redis")] if name in may_answer else None
+
+    async def check(operator: Operator) -> None:
+        body = {"prompt": TEXT, "from": "host", "tier": "redis", "engine": "prefill-0"}
+        asking = asyncio.ensure_future(operator.ask("move", body))
+        while not operator.orders:
+            await asyncio.sleep(0.001)
+        may_answer.append("decode-0")
+        back = body | {"from": "redis", "tier": "host", "engine": "decode-0"}
+        found = await operator.refusal("move", back)
+        assert found == (409, None, "a move is under way: one at a time was expected")
+        assert (await operator.ask("lookup", {"prompt": TEXT, "engine": "decode-0"})).status == 200
+        operator.system.backends["prefill-0"].say(CacheAnswer(operator.orders[0][1].order_id, [TierAnswer("r")]))
+        assert (await asking).status == 200
+        assert (await operator.ask("move", back)).status == 200
+
+    with_operator(check, answers)
+
+
 def test_the_salt_of_an_api_key_is_that_of_its_requests(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(make_key("a")[1])
@@ -175,7 +217,7 @@ def test_what_is_prefetched_for_an_api_key_is_kept_on_its_terms(tmp_path: Path) 
 
 
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
-    ("look", {}, 404, None, "there is no /admin/cache/look: known are lookup, clear, pin, unpin, prefetch"),
+    ("look", {}, 404, None, "there is no /admin/cache/look: known are lookup, clear, pin, unpin, prefetch, move"),
     ("lookup", {}, 400, "prompt", "lookup: one of prompt, messages, tokens, keys was expected, got none"),
     ("clear", {"prompt": TEXT, "keys": ["00"]}, 400, "keys", "got prompt and keys"),
     ("lookup", {"prompt": "short"}, 400, "prompt", "tokens; KV is found in blocks of 16: there is none of it"),
@@ -189,6 +231,51 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("pin", {"prompt": TEXT, "timeout_s": 0}, 400, "timeout_s", "up to 300, got 0"),
     ("pin", {"prompt": TEXT, "tools": []}, 400, "tools", "tools belongs to messages"),
     ("pin", {"prompt": TEXT, "api_key": "a"}, 400, "api_key", "there is no API key named 'a'"),
+    ("pin", {"prompt": TEXT, "from": "host"}, 400, "from", "from is for move, got it for pin"),
+    ("clear", {"prompt": TEXT, "copy": True}, 400, "copy", "copy is for move, got it for clear"),
+    (
+        "move",
+        {"from": "host", "tier": "redis"},
+        400,
+        "prompt",
+        "move: one of prompt, messages, tokens, keys was expected",
+    ),
+    (
+        "move",
+        {"prompt": TEXT, "tier": "redis"},
+        400,
+        "from",
+        "move: from: a tier was expected, such as 'host', got none",
+    ),
+    (
+        "move",
+        {"prompt": TEXT, "from": "host"},
+        400,
+        "tier",
+        "move: tier: a tier was expected, such as 'host', got none",
+    ),
+    ("move", {"prompt": TEXT, "from": "x" * 257, "tier": "host"}, 400, "from", "no tier has a name of 257 characters"),
+    (
+        "move",
+        {"prompt": TEXT, "from": "pool", "tier": "redis"},
+        400,
+        "from",
+        "move: from: a tier below the engines' own blocks was expected, got 'pool': what engines' own blocks hold is",
+    ),
+    (
+        "move",
+        {"prompt": TEXT, "from": "redis", "tier": "pool"},
+        400,
+        "tier",
+        "a tier below the engines' own blocks was expected, got 'pool': prefetch with tier 'pool' brings values there",
+    ),
+    (
+        "move",
+        {"prompt": TEXT, "from": "host", "tier": "host"},
+        400,
+        "tier",
+        "move: from and tier: two tiers were expected, got 'host' twice",
+    ),
     ("pin", {"prompt": TEXT, "engine": "decode-1"}, 404, "engine", "did you mean 'decode-0'"),
 ]
 
@@ -207,7 +294,7 @@ def test_what_is_wrong_with_a_body_is_named() -> None:
 @pytest.mark.parametrize(
     ("tiers", "status", "message"),
     [
-        ([], 404, "no engine has a tier 'host'; known: pool, store/0-host"),
+        ([], 404, "no engine has a tier 'tape'; known: pool, store/0-host"),
         ([TierAnswer("store/0-host", code="store_full", problem="pinned")], 409, "store/0-host of prefill-0: pinned"),
         ([TierAnswer("store/1-redis", code="store_unable", problem="never")], 400, "store/1-redis of prefill-0: never"),
         ([TierAnswer("store/1-redis", code="store_timeout", problem="late")], 500, "store/1-redis of prefill-0: late"),
@@ -216,10 +303,31 @@ def test_what_is_wrong_with_a_body_is_named() -> None:
 )
 def test_what_no_engine_could_do_is_an_error(tiers: list[TierAnswer], status: int, message: str) -> None:
     async def check(operator: Operator) -> None:
-        found = await operator.refusal("pin", {"prompt": TEXT, "tier": "host"})
+        found = await operator.refusal("pin", {"prompt": TEXT, "tier": "tape"})
         assert (found[0], found[2]) == (status, message)
 
     with_operator(check, lambda name, order: tiers)
+
+
+def test_a_move_between_what_are_no_two_tiers_of_one_store_is_refused() -> None:
+    bad = [
+        ("tape", "host", 404, "from", "no engine has a tier 'tape'; known: pool, store/0-host"),
+        ("host", "tape", 404, "tier", "no engine has a tier 'tape'; known: pool, store/0-host"),
+        (
+            "host",
+            "0-host",
+            400,
+            "tier",
+            "move: from and tier: two tiers of one store were expected, got 'host' and '0-host'; "
+            "known: pool, store/0-host",
+        ),
+    ]
+
+    async def check(operator: Operator) -> None:
+        for source, tier, *expected in bad:
+            assert [*await operator.refusal("move", {"prompt": TEXT, "from": source, "tier": tier})] == expected
+
+    with_operator(check, lambda name, order: [])
 
 
 def test_an_engine_that_dies_or_is_silent_is_told_of_beside_the_others() -> None:
