@@ -197,6 +197,13 @@ class KeyLookups:
             for key in keys:
                 self._known.pop(key, None)
 
+    def doubt(self, keys: Sequence[bytes]) -> None:
+        """They may be stored, or not: a save did not end well. Whoever asks has them looked up."""
+        with self._changed:
+            for key in keys:
+                self._known.pop(key, None)
+                self._misses.pop(key, None)
+
     def forget_all(self) -> None:
         """What is stored may be gone."""
         with self._changed:

@@ -479,7 +479,7 @@ class StoreScheduler(SchedulerConnector):
                     self._news.stored(batch.values)
                 else:
                     self.num_failed_saves += 1
-                    self.lookups.forget(keys)
+                    self.lookups.doubt(keys)  # cancelled ones, too: decode may have loaded what nobody reported yet
         for key in results.finished_receiving:
             loading = self._loading.pop(key, None)
             if loading is not None:

@@ -4,6 +4,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -99,6 +100,23 @@ def test_a_load_behind_a_hit_counts_from_the_hit(store: FaultyStore, make: MakeE
         outcome = engine.load(request, scattered(256, 32), 224)
         assert (outcome.code, outcome.num_tokens) == (KVNotFound.code, expected)
         prefill(make(f"p{gap}"), 256, transfer_id=f"again{gap}")
+
+
+def test_what_a_save_that_was_cancelled_may_have_stored_is_looked_up_again(
+    store: FaultyStore, make: MakeEngine
+) -> None:
+    """Decode may load a prompt, and its lease end, before prefill has reported the save."""
+    engine, request = make("p"), local("a", kv="handoff")
+    assert engine.ask(local("u")) == 0, "a miss is believed for a while"
+    store.hold("put")
+    (hold,) = engine.confirm(request, scattered(256, 16), 256, last=True).holds
+    store.wait_held("put")
+    with closing(Engine(store.inner, "other")) as other:
+        prefill(other, 256)  # as the save that is held will, if it still may
+        engine.worker.cancel(request.transfer_key, "send")
+        store.let_go("put")
+        assert engine.wait(hold.key).code
+        assert engine.ask(local("v")) == 256
 
 
 def test_a_store_that_fails_midway_leaves_what_came_before(make: MakeEngine, store: FaultyStore) -> None:
