@@ -8,7 +8,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -19,14 +19,16 @@ from benchmarks.report import Claim, Context
 from pdkv.build_engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
-from pdkv.engine.plan import StepPlan
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import CacheOrder, Finished, Submit
+from pdkv.wire.messages import Abort, CacheOrder, Finished, RouterToEngine, Submit
 
 NUM_STREAMS = 8
 STREAM_CONTEXT = 256
-NUM_HITS = 8
-HIT_TOKENS = 1024
+NUM_PROMPTS = 8
+HIT_TOKENS, SAVED_TOKENS = 4096, 1024
+VOCABULARY = 4096
+QUIET_STEPS = 20
+STREAM_LEN = 2000  # never reached
 LIMIT = 1.05
 WAIT_S = 120.0
 
@@ -36,62 +38,40 @@ Beside = Literal["nothing", "loads", "saves"]
 class BusyEngine:
     """An aggregated engine over host memory; times of its steps by what went on beside them."""
 
-    def __init__(self, model: Path, directory: str, num_tokens: int, vocabulary: int) -> None:
+    def __init__(self, model: Path, directory: str) -> None:
+        self.times: dict[Beside, list[float]] = {"nothing": [], "loads": [], "saves": []}
+        self.num_open = 0  # requests
         self._woken = threading.Event()
         self._rng = random.Random(5)
-        self._vocabulary = vocabulary
-        config = EngineConfig(
-            model=model, device="cpu", threads=1, kv_cache_memory=1 << 30, max_num_seqs=64
-        )
-        url = f"host://{directory}/kv?capacity=3GiB"
-        handoff = HandoffConfig(connector="store", connector_config={"url": url, "max_save_bytes": "1GiB"})
+        self._number = 0
+        config = EngineConfig(model=model, device="cpu", threads=1, kv_cache_memory=2 << 30, max_num_seqs=64)
+        options = {"url": f"host://{directory}/kv?capacity=4GiB", "max_save_bytes": "1GiB"}
+        handoff = HandoffConfig(connector="store", connector_config=options)
         self.core: EngineCore = build_engine(config, handoff, name="busy", epoch="1", notify=self._woken.set)
         self.core.router_joined("r", "1")
-        self.prompts = [self._prompt(num_tokens) for _ in range(NUM_HITS)]
-        self.times: dict[Beside, list[float]] = {"nothing": [], "loads": [], "saves": []}
-        self._num_open = 0
-        self._number = 0
-        self._plan: StepPlan | None = None
-        plan_step = self.core.plan_step
 
-        def plan(now: float) -> StepPlan:
-            self._plan = plan_step(now)
-            return self._plan
-
-        self.core.plan_step = plan  # type: ignore[method-assign]  # what a step computes nobody tells
-
-    def close(self) -> None:
-        self.core.shutdown()
-
-    def submit(self, prompt: list[int], num_tokens: int) -> None:
-        """Ask for so many tokens."""
-        self._number += 1
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True)
-        submit = Submit(
-            request_id=f"r{self._number}", transfer_id=f"t{self._number}", attempt=0, prompt_token_ids=prompt,
-            params=params,
-        )  # fmt: skip
-        self.core.handle("r", submit, time.monotonic())
-        self._num_open += 1
-
-    def begin_streams(self, num_tokens: int) -> None:
-        """Streams that decode for so many steps."""
-        for _ in range(NUM_STREAMS):
-            self.submit(self._prompt(STREAM_CONTEXT), num_tokens)
-        self.run_until(lambda: all(r.num_computed >= STREAM_CONTEXT for r in self.core.requests.values()))
-
-    def forget(self) -> None:
-        """The pool keeps nothing of the prompts; host memory does."""
-        self.core.handle("r", CacheOrder(order_id="clear", action="clear", tier="pool"), time.monotonic())
-        self.run_until(lambda: True)
-
-    def fresh_prompts(self, num_tokens: int) -> list[list[int]]:
+    def prompts(self, num_tokens: int) -> list[list[int]]:
         """Prompts that nobody has seen."""
-        return [self._prompt(num_tokens) for _ in range(NUM_HITS)]
+        return [self._rng.choices(range(3, VOCABULARY), k=num_tokens) for _ in range(NUM_PROMPTS)]
 
-    def run_until(self, is_over: "object") -> None:
-        """Steps until `is_over()`."""
-        assert callable(is_over)
+    def ask(self, prompts: list[list[int]], num_output: int) -> None:
+        """For so many tokens behind each."""
+        for prompt in prompts:
+            self._number += 1
+            params = SamplingParams(max_tokens=num_output, temperature=0.0, seed=0, ignore_eos=True)
+            submit = Submit(
+                request_id=f"r{self._number}", transfer_id=f"t{self._number}", attempt=0, prompt_token_ids=prompt,
+                params=params,
+            )  # fmt: skip
+            self.core.handle("r", submit, time.monotonic())
+            self.num_open += 1
+
+    def order(self, message: RouterToEngine) -> None:
+        """Something that the next steps do."""
+        self.core.handle("r", message, time.monotonic())
+
+    def run_until(self, is_over: Callable[[], bool]) -> None:
+        """A step, and more until it is over."""
         deadline = time.monotonic() + WAIT_S
         self.step()
         while not is_over():
@@ -99,80 +79,74 @@ class BusyEngine:
             self.step()
 
     def step(self) -> None:
-        """One step; its time counts where it computes tokens of the streams only."""
+        """One step; its time counts where it computes a token of each stream and nothing else."""
         if self._woken.is_set():
             self._woken.clear()
             self.core.wake()
-        beside: Beside = "loads" if self.core.external.loads else "nothing" if self.core.external.is_idle else "saves"
+        external = self.core.external
+        beside: Beside = "loads" if external.loads else "nothing" if external.is_idle else "saves"
         began = time.perf_counter()
-        self.core.step(time.monotonic())
+        self.core.settle_finished()
+        plan = self.core.plan_step(time.monotonic())
+        self.core.finish_step(self.core.executor.execute(plan), time.monotonic())
         seconds = time.perf_counter() - began
         for _, messages in self.core.take_messages(time.monotonic()):
-            self._num_open -= sum(isinstance(message, Finished) for message in messages)
-        assert self._plan is not None
-        if self._plan.num_tokens == len(self._plan.scheduled) == NUM_STREAMS:
+            self.num_open -= sum(isinstance(message, Finished) for message in messages)
+        if plan.num_tokens == len(plan.scheduled) == NUM_STREAMS:
             self.times[beside].append(seconds)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether nothing but the streams is under way."""
-        return self._num_open <= NUM_STREAMS and self.core.external.is_idle
-
-    def _prompt(self, num_tokens: int) -> list[int]:
-        return self._rng.choices(range(3, self._vocabulary), k=num_tokens)
+    def has_streams_only(self) -> bool:
+        """Whether nothing else is under way."""
+        return self.num_open == NUM_STREAMS and self.core.external.is_idle
 
 
 @contextmanager
-def _engine(model: Path, num_tokens: int, vocabulary: int) -> Iterator[BusyEngine]:
+def _engine(model: Path) -> Iterator[BusyEngine]:
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-", dir="/dev/shm") as directory:
-        engine = BusyEngine(model, directory, num_tokens, vocabulary)
+        engine = BusyEngine(model, directory)
         try:
             yield engine
         finally:
-            engine.close()
+            engine.core.shutdown()
 
 
 def run(context: Context) -> list[Claim]:
-    """Median step beside loads, and beside saves, of that beside nothing."""
-    size, rounds, num_tokens = ("tiny", 1, 256) if context.quick else ("mid", 6, HIT_TOKENS)
-    with _engine(find_model(context.models, size), num_tokens, 4096) as engine:
-        for prompt in engine.prompts:  # into host memory
-            engine.submit(prompt, 1)
-        engine.run_until(lambda: engine._num_open == 0 and engine.core.external.is_idle)
+    """Median step beside loads, and beside saves, over that beside nothing."""
+    size, rounds = ("tiny", 1) if context.quick else ("mid", 6)
+    num_hit, num_saved = (512, 256) if context.quick else (HIT_TOKENS, SAVED_TOKENS)
+    with _engine(find_model(context.models, size)) as engine:
+        stored = [[*prompt, 7] for prompt in engine.prompts(num_hit)]  # a token is computed behind the hit
+        engine.ask(stored, 1)
+        engine.run_until(lambda: not engine.num_open and engine.core.external.is_idle)
         for turn in range(rounds + 1):
-            engine.begin_streams(400)
-            _play(engine, num_tokens)
-            if not turn:  # the first warms up
+            if turn == 1:  # the first warms up
                 for times in engine.times.values():
                     times.clear()
-            for request in list(engine.core.requests.values()):
-                engine.core._on_abort("r", request.key)
-            engine._num_open = 0
-            engine.run_until(lambda: engine.core.external.is_idle)
-    quiet = median(engine.times["nothing"])
-    return [
-        Claim(
-            f"{size}, a step of {NUM_STREAMS} decodes while {NUM_HITS} x {num_tokens} tokens {what} / with nothing else",
-            median(engine.times[beside]) / quiet,
-            LIMIT,
-            "lower",
-            {"ms": median(engine.times[beside]) * 1e3, "alone ms": quiet * 1e3, "steps": float(len(engine.times[beside]))},
-        )
-        for beside, what in (("loads", "are loaded"), ("saves", "are saved"))
-        if engine.times[beside]
-    ]
+            _play(engine, stored, num_saved)
+        quiet = median(engine.times["nothing"])
+        loaded, saved = f"{num_hit} tokens are loaded", f"{num_saved} tokens are saved"
+        claims = [(loaded, engine.times["loads"]), (saved, engine.times["saves"])]
+    return [_claim(size, times, quiet, what) for what, times in claims if times]
 
 
-def _play(engine: BusyEngine, num_tokens: int) -> None:
-    """Nothing, hits, nothing, saves."""
-    for _ in range(30):
-        engine.step()
-    engine.forget()
-    for prompt in engine.prompts:
-        engine.submit(prompt, 1)
-    engine.run_until(lambda: engine.is_alone)
-    for _ in range(30):
-        engine.step()
-    for prompt in engine.fresh_prompts(num_tokens):
-        engine.submit(prompt, 1)
-    engine.run_until(lambda: engine.is_alone)
+def _play(engine: BusyEngine, stored: list[list[int]], num_saved: int) -> None:
+    """Streams, and beside them nothing, hits, nothing and saves."""
+    engine.ask(engine.prompts(STREAM_CONTEXT), STREAM_LEN)
+    engine.run_until(lambda: engine.has_streams_only)
+    for prompts in (stored, engine.prompts(num_saved)):
+        for _ in range(QUIET_STEPS):
+            engine.step()
+        engine.order(CacheOrder(order_id="forget", action="clear", tier="pool"))
+        engine.ask(prompts, 1)
+        engine.run_until(lambda: engine.has_streams_only)
+    for key in list(engine.core.requests):
+        engine.order(Abort(*key))
+    engine.num_open = 0
+    engine.run_until(lambda: engine.core.external.is_idle)
+
+
+def _claim(size: str, times: list[float], quiet_s: float, what: str) -> Claim:
+    figures = {"ms": median(times) * 1e3, "alone ms": quiet_s * 1e3, "steps": float(len(times))}
+    title = f"{size}, a step of {NUM_STREAMS} decodes while {NUM_PROMPTS} x {what} / beside nothing"
+    return Claim(title, median(times) / quiet_s, LIMIT, "lower", figures)

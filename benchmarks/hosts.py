@@ -4,18 +4,15 @@ The wire is a process that passes packets on (tests/support/hosts/), so what it 
 does; the ratios say what a transfer makes of it.
 """
 
-import importlib
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Claim, Context
+from benchmarks.support import support_module
 from pdkv.connector_kit.bench.spread import Spread
 
-SUPPORT = Path(__file__).parent.parent / "tests" / "support"
 DELAYS_MS = (0, 1, 10)
 LAYOUT = {"num_layers": 4, "num_heads": 4, "head_size": 64}  # 128 KiB a block of 16 tokens
 BLOCK_BYTES = 128 << 10
@@ -31,13 +28,11 @@ WAYS: Mapping[str, Mapping[str, str]] = {
 
 def run(context: Context) -> list[Claim]:
     """One claim for each way and delay. What has arrived is compared with what was sent, byte by byte."""
-    if str(SUPPORT) not in sys.path:
-        sys.path.insert(0, str(SUPPORT))
-    machine = importlib.import_module("hosts.machine")
+    machine = support_module("hosts.machine")
     num_blocks = 16 if context.quick else NUM_BLOCKS
     delays = DELAYS_MS[:2] if context.quick else DELAYS_MS
     with machine.two_hosts() as hosts, ExitStack() as stack:
-        stream = importlib.import_module("hosts.stream").BareStream(hosts, num_blocks * BLOCK_BYTES)
+        stream = support_module("hosts.stream").BareStream(hosts, num_blocks * BLOCK_BYTES)
         bare = stack.enter_context(stream)
         pairs = {}
         for name in list(WAYS)[: 1 if context.quick else None]:
@@ -52,7 +47,7 @@ class _Pair:
     """Two engines without a model; KV of one request goes from the first host to the second, again and again."""
 
     def __init__(self, hosts: Any, connector: str, num_blocks: int) -> None:
-        self._module = importlib.import_module("hosts.engine")
+        self._module = support_module("hosts.engine")
         self._blocks = list(range(num_blocks))
         self.num_bytes = num_blocks * BLOCK_BYTES
         self._num_moves = 0

@@ -1,5 +1,7 @@
 """What finding KV again is worth: a hit in each tier below the pool, and conversations that overflow the pool."""
 
+import importlib.util
+import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,11 +9,16 @@ from statistics import mean
 
 from benchmarks import layerwise, s3_server
 from benchmarks.conversations import Conversation, make_turns, play_round
+from benchmarks.layerwise import send_prompt
+from benchmarks.load import random_prompt
 from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
-from benchmarks.servers import pdkv
+from benchmarks.servers import metric, pdkv
+from benchmarks.support import support_module
+from pdkv.connector_kit.bench.plan import make_plan, open_setting
+from pdkv.connector_kit.bench.yardsticks import measure_bare
 
 TOKENS = 4096
 POOL_TOKENS, TOKEN_BYTES = 8192, 32 << 10
@@ -24,12 +31,36 @@ LIMIT = 0.25
 
 
 def run_hits(context: Context) -> list[Claim]:
-    """TTFT of a prompt whose first 4k tokens are in a tier, beside a hit in the pool and the bytes at bare speed."""
+    """TTFT of a prompt whose first 4k tokens are in a tier or at a peer, beside a local hit and the bytes alone."""
     claims = []
     with _tiers() as tiers:
         for where, url in tiers.items():
             claims += layerwise.run(context, url, where=where, tokens=TOKENS)
-    return claims
+    return [*claims, _at_a_peer(context)]
+
+
+def _at_a_peer(context: Context) -> Claim:
+    """Two prefill engines in turn: the first computes a prompt, the second borrows it, then both have it."""
+    prefix, rounds = (256, 2) if context.quick else (TOKENS, 7)
+    model = find_model(context.models, "tiny" if context.quick else "mid")
+    options = ("--threads", "2", "--kv-cache-memory", "1GiB", "--connector", "nixl")
+    options += ("--policy", "round_robin", "--kv-reuse", "always")
+    rng = random.Random(1)
+    borrowed, local = [], []
+    with pdkv(model, prefill=2, decode=1, options=options) as server:
+        for turn in range(rounds + 1):
+            prompt = random_prompt(rng, prefix)
+            _, read, *there = (send_prompt(server, prompt + random_prompt(rng, layerwise.SUFFIX)) for _ in range(4))
+            if turn:
+                borrowed.append(read.ttft)
+                local += [reply.ttft for reply in there]
+        num_read = metric(server, "pdkv_kv_loans_total")
+    if num_read != rounds + 1:
+        raise RuntimeError(f"{num_read:.0f} of {rounds + 1} prompts were borrowed")
+    plan = make_plan("nixl", options={}, layout="mid", tokens=[prefix])
+    with open_setting(plan) as setting:
+        bare = measure_bare(plan, setting, prefix, rounds)
+    return layerwise.claim_of_hits(f"{prefix} tokens at a peer, over nixl", borrowed, local, bare)
 
 
 def run_turns(context: Context) -> list[Claim]:
@@ -68,4 +99,7 @@ def _tiers() -> Iterator[dict[str, str]]:
             tiers["Redis"] = stack.enter_context(redis_server())
         if s3_server.is_installed():
             tiers["a bucket (moto)"] = stack.enter_context(s3_server.s3_server())
+        if importlib.util.find_spec("mooncake") is not None:
+            server = support_module("store_servers").MooncakeServer(3 << 30)
+            tiers["Mooncake"] = stack.enter_context(server).url
         yield tiers

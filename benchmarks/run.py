@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import (
+    busy_steps,
     connectors,
     cpu_step,
     dtypes,
@@ -78,6 +79,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kv_hits": kv_hierarchy.run_hits,
     "kv_turns": kv_hierarchy.run_turns,
     "kv_look_ahead": look_ahead.run,
+    "kv_busy_steps": busy_steps.run,
     "swap": swap.run,
     "hosts": hosts.run,
     "sampler": sampler.run,

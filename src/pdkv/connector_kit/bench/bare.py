@@ -41,6 +41,7 @@ _OF_STORES: Mapping[str, str] = {
     "redis": "pdkv.connector_kit.bench.bare_redis:RedisGet",
     "redis+unix": "pdkv.connector_kit.bench.bare_redis:RedisGet",
     "unix": "pdkv.connector_kit.bench.bare_redis:RedisGet",
+    "mooncake": "pdkv.connector_kit.bench.bare_mooncake:MooncakeGet",
     **dict.fromkeys(("s3", "gs", "az"), "pdkv.connector_kit.bench.bare_objects:ObjectGet"),
 }
 """By the scheme of the first URL."""
