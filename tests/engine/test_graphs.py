@@ -1,12 +1,10 @@
 """Which steps are padded and captured, and how: here by rules, in cases_graphs.py with a tape instead of a device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import run_cases
 
 from pdkv.engine.graphs import decode_sizes, make_recorder
 
@@ -14,18 +12,7 @@ HERE = Path(__file__).parent
 
 
 def test_decodes_over_the_kernels() -> None:
-    """The interpreter must be chosen before Triton is imported, which other tests may have done."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "cases_graphs.py")],
-        cwd=HERE.parent.parent,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_cases(HERE / "cases_graphs.py")
 
 
 @pytest.mark.parametrize(

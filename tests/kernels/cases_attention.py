@@ -16,7 +16,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("lengths", [MIXED, [(1, 50)]], ids=["mixed", "one"])
 @pytest.mark.parametrize(
     ("heads", "head_size", "block_size"),
-    [((4, 2), 32, 16), ((8, 8), 64, 16), ((6, 2), 80, 48), ((32, 1), 16, 32)],
+    [((4, 2), 32, 16), pytest.param((8, 8), 64, 16, marks=pytest.mark.slow), ((6, 2), 80, 48), ((32, 1), 16, 32)],
     ids=str,
 )
 def test_paged_attention(
@@ -36,7 +36,11 @@ def test_paged_attention(
 
 
 @pytest.mark.parametrize("window", [1, 65, 100])
-@pytest.mark.parametrize(("heads", "head_size", "block_size"), [((4, 2), 32, 16), ((6, 2), 80, 48)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "head_size", "block_size"),
+    [((4, 2), 32, 16), pytest.param((6, 2), 80, 48, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_windows(
     heads: tuple[int, int], head_size: int, block_size: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -15,7 +15,7 @@ from pdkv.models import heads, loader, passes
 
 
 @pytest.mark.usefixtures("in_triton")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "phi3"))])
 def test_an_engine_over_the_kernels_says_what_transformers_says(
     family: str,
     device: torch.device,

@@ -1,9 +1,5 @@
-"""The Triton kernels: run in Triton's interpreter or on the GPU, and compiled for a GPU where there is none.
+"""The Triton kernels: run in Triton's interpreter or on the GPU, and compiled for a GPU where there is none."""
 
-The interpreter must be chosen before Triton is imported, which other tests may have done: hence a new process.
-"""
-
-import os
 import struct
 import subprocess
 import sys
@@ -13,30 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import WAYS, run_cases
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 
 
 @pytest.mark.parametrize("cases", sorted(path.name for path in HERE.glob("cases_*.py")))
-@pytest.mark.parametrize("where", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_kernels_equal_their_references(where: str, cases: str) -> None:
-    if where == "cuda" and not torch.cuda.is_available():
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_equal_their_references(way: str, cases: str) -> None:
+    if way == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if where == "interpreter":
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_cases(HERE / cases, way)
 
 
 MAX_SHARED_BYTES = 227 << 10

@@ -16,7 +16,7 @@ from state_machine.standin import StandIn
 from pdkv.engine.request import Request
 from pdkv.wire.messages import KVGroup
 
-NUM_SCHEDULES = 3_000  # `make soak` runs more
+NUM_SCHEDULES = 2_000  # `make soak` runs more
 LAGS = range(3)
 """Steps that are planned ahead of the oldest one that has not ended."""
 
