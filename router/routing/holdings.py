@@ -4,8 +4,8 @@ A token of an engine's own cache is worth one. What it would load, from a tier b
 is worth the tokens less those that it could compute in the time of the load (reuse.py).
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.config import Reuse
@@ -15,6 +15,26 @@ from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.reuse import Costs, saved_tokens
 from pdkv.router.routing.tier_index import Reach, TierIndex
 from pdkv.wire.messages import EngineCard
+
+
+class PromptKV:
+    """What is known of one prompt's KV at one time; looked up when it is asked for, once."""
+
+    def __init__(self, request: GenerateRequest, keys: Sequence[bytes], index: PrefixIndex, tiers: TierIndex) -> None:
+        self.request = request
+        self._keys = keys
+        self._index = index
+        self._tiers = tiers
+
+    @cached_property
+    def cached(self) -> Mapping[str, int]:
+        """The prompt's first tokens in each engine's own cache; without those of none."""
+        return self._index.match(self._keys)
+
+    @cached_property
+    def reaches(self) -> Sequence[Reach]:
+        """In tiers below the caches."""
+        return self._tiers.match(self._keys)
 
 
 class Holdings:
@@ -30,20 +50,17 @@ class Holdings:
         self._tiers = tiers
         self._reuse = reuse
 
-    def cached(self, request: GenerateRequest) -> Mapping[str, int]:
-        """Prompt tokens in each engine's own cache; without those of none."""
-        return self._index.match(self._keys(request))
+    def of(self, request: GenerateRequest) -> PromptKV:
+        """What is known of a prompt now."""
+        return PromptKV(request, self._keys(request), self._index, self._tiers)
 
-    def worth(self, request: GenerateRequest, engines: Collection[str], now: float) -> Mapping[str, int]:
+    def worth(self, prompt: PromptKV, engines: Collection[str], now: float) -> Mapping[str, int]:
         """Prompt tokens that each of these engines need not compute."""
-        keys = self._keys(request)
-        cached, reaches = self._index.match(keys), self._tiers.match(keys)
-        holders = self._holders(request, cached)
         found: dict[str, int] = {}
         for engine in engines:
-            own = cached.get(engine, 0)
-            loan = self._find_lender(holders, engine, own, now) if self._may_borrow(request, engine) else None
-            found[engine] = self._worth(engine, own, reaches, 0 if loan is None else loan[0])
+            own = prompt.cached.get(engine, 0)
+            loan = self._find_lender(prompt, engine, own, now)
+            found[engine] = self._worth(engine, own, prompt.reaches, 0 if loan is None else loan[0])
         return found
 
     def uncached_tokens(self, request: GenerateRequest, engine: str, offer: Offer | None = None) -> int:
@@ -52,19 +69,16 @@ class Holdings:
         """
         keys = self._keys(request)
         own, lent = self._index.match_one(engine, keys), 0 if offer is None else offer.num_tokens
-        return max(
-            len(request.prompt_token_ids) - self._worth(engine, own, self._tiers.match(keys), lent), HASH_BLOCK_SIZE
-        )
+        num_saved = self._worth(engine, own, self._tiers.match(keys), lent)
+        return max(len(request.prompt_token_ids) - num_saved, HASH_BLOCK_SIZE)
 
-    def find_offer(self, request: GenerateRequest, borrower: str, now: float) -> Offer | None:
+    def find_offer(self, prompt: PromptKV, borrower: str, now: float) -> Offer | None:
         """What another engine has of the prompt, if `borrower` reads it sooner than it computes it."""
-        if not self._may_borrow(request, borrower):
+        if not self._may_borrow(prompt.request, borrower):
             return None
-        keys = self._keys(request)
-        cached = self._index.match(keys)
-        reached = (reach.num_tokens for reach in self._tiers.match(keys) if borrower in reach.engines)
-        own = max(cached.get(borrower, 0), *reached, 0)
-        best = self._find_lender(self._holders(request, cached), borrower, own, now)
+        reached = (reach.num_tokens for reach in prompt.reaches if borrower in reach.engines)
+        own = max(prompt.cached.get(borrower, 0), *reached, 0)
+        best = self._find_lender(prompt, borrower, own, now)
         if best is None:
             return None
         num_tokens, lender = best
@@ -81,25 +95,18 @@ class Holdings:
 
     def _may_borrow(self, request: GenerateRequest, engine: str) -> bool:
         if self._reuse == "never" or request.probe or request.params.prompt_logprobs is not None:
-            return False  # the last two: whose logits must be computed
+            return False  # of the last two the logits must be computed
         card = self._fleet.engines[engine].card
         return card is not None and card.lends
 
-    def _holders(self, request: GenerateRequest, cached: Mapping[str, int]) -> list[tuple[int, str]]:
-        """(tokens that can be lent, engine), most first: one token of the prompt is computed in any case."""
-        most = (len(request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE
-        return sorted(((min(num_tokens, most), name) for name, num_tokens in cached.items()), reverse=True)
-
-    def _find_lender(
-        self, holders: Sequence[tuple[int, str]], borrower: str, own: int, now: float
-    ) -> tuple[int, str] | None:
-        """Who has most beyond the first `own` tokens, and may be asked for it."""
-        for num_tokens, name in holders:
-            if num_tokens <= own:
-                break
-            if name != borrower and self._fleet.can_lend(name, borrower, now):
-                return num_tokens, name
-        return None
+    def _find_lender(self, prompt: PromptKV, borrower: str, own: int, now: float) -> tuple[int, str] | None:
+        """(tokens, engine): who has most beyond the first `own` tokens, and may be asked for it."""
+        if not self._may_borrow(prompt.request, borrower):
+            return None
+        most = (len(prompt.request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE  # a token is computed
+        found = [(min(num, most), name) for name, num in prompt.cached.items() if name != borrower]
+        able = (each for each in sorted(found, reverse=True) if each[0] > own)
+        return next((each for each in able if self._fleet.can_lend(each[1], borrower, now)), None)
 
     def _loan_costs(self, borrower: str, num_tokens: int) -> Costs:
         return self._fleet.speeds.costs(borrower, num_tokens, self._num_bytes(borrower, num_tokens))
@@ -127,7 +134,7 @@ class Holdings:
         """Seconds in which the engine loads what the tier has behind the first `own` tokens; None: not known."""
         value_bytes = reach.tokens_per_value * self._card_of(engine).layout.token_bytes
         seconds = 0.0
-        for part, num_values in Counter(reach.parts[own // reach.tokens_per_value :]).items():
+        for part, num_values in reach.values_behind(own):
             byte_s = self._fleet.speeds.byte_s(part)
             if byte_s is None:
                 return None

@@ -10,7 +10,7 @@ from pdkv.config import LocalTurns
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.generations.request import GenerateRequest, Offer, Route
-from pdkv.router.routing.holdings import Holdings
+from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import EngineView, Side, Snapshot, find_policy, prefix_aware
 from pdkv.wire.messages import Order
 
@@ -86,18 +86,19 @@ class RouteChooser:
         """
         prefill, decode = (self._candidates(side, now, without) for side in SIDES)
         if self._take_over and (prefill or decode) and not (prefill and decode):
-            engine = self._choose_prefill(request, prefill or decode, now)
+            engine = self._choose_prefill(self._holdings.of(request), prefill or decode, now)
             return Route(engine, engine)
         for side, candidates in zip(SIDES, (prefill, decode), strict=True):
             if not candidates:
                 raise NoEngine(f"no {side} engine is ready")
-        first = self.choose_prefill(request, now, without=without)
+        prompt = self._holdings.of(request)
+        first = self._prefill_of(prompt, prefill, now)
         if self._fleet.engines[first].role == "any":
             return Route(first, first)
         if not any(self._fleet.can_hand_over(first, engine.name) for engine in decode):
             return Route(first, first)  # as any engine can: what it computes, nobody else could read
-        offer = self._holdings.find_offer(request, first, now)
-        if may_stay and (local := self._find_local(request, first, offer, decode)) is not None:
+        offer = self._holdings.find_offer(prompt, first, now)
+        if may_stay and (local := self._find_local(prompt, first, offer, decode)) is not None:
             return Route(local, local)
         order = self._order(first, decode[0].name)
         if order == "prefill_first":
@@ -105,16 +106,17 @@ class RouteChooser:
         return Route(first, self.choose_decode(request, first, now, without=without), order, offer)
 
     def _find_local(
-        self, request: GenerateRequest, prefill: str, offer: Offer | None, decode: Sequence[EngineView]
+        self, prompt: PromptKV, prefill: str, offer: Offer | None, decode: Sequence[EngineView]
     ) -> str | None:
         """The decode engine that has nearly all of the prompt, if it shall compute the rest itself."""
         if self._local_turns == "never" or self.policy is not prefix_aware:
             return None
+        request = prompt.request
         if request.probe or request.near == prefill:
             return None
-        num_tokens, cached = len(request.prompt_token_ids), self._holdings.cached(request)
-        chosen = self._choose(decode, self._decode_turn, lambda: cached)
-        num_lacking = max(num_tokens - cached.get(chosen, 0), 1)
+        num_tokens = len(request.prompt_token_ids)
+        chosen = self._choose(decode, self._decode_turn, lambda: prompt.cached)
+        num_lacking = max(num_tokens - prompt.cached.get(chosen, 0), 1)
         if num_lacking > min(MAX_LOCAL_TOKENS, num_tokens * LOCAL_FRACTION):
             return None
         if self._local_turns == "auto" and not self._is_sooner(num_lacking, chosen, request, prefill, offer):
@@ -154,10 +156,14 @@ class RouteChooser:
         engines = self._candidates("prefill", now, without)
         if not engines:
             raise NoEngine("no prefill engine is ready")
+        return self._prefill_of(self._holdings.of(request), engines, now)
+
+    def _prefill_of(self, prompt: PromptKV, engines: Sequence[EngineView], now: float) -> str:
+        request = prompt.request
         self._num_prefill = len(engines)
         if any(request.near == engine.name for engine in engines):
             return request.near
-        return self._choose_prefill(request, prefer(engines, request.affinity), now)
+        return self._choose_prefill(prompt, prefer(engines, request.affinity), now)
 
     def choose_decode(
         self, request: GenerateRequest, prefill: str, now: float, *, without: Collection[str] = ()
@@ -176,7 +182,7 @@ class RouteChooser:
         # Without the shift both sides' turns would go round together: of 2 x 2 pairs only two would ever be used.
         turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
         self._decode_turn += 1
-        return self._choose(engines, turn, lambda: self._holdings.cached(request))
+        return self._choose(engines, turn, lambda: self._holdings.of(request).cached)
 
     def _order(self, prefill: str, decode: str) -> Order:
         """How the two hand over. Raises EngineUnavailable where they have no order in common."""
@@ -200,7 +206,7 @@ class RouteChooser:
         """
         return self.policy(Snapshot(engines, turn, self._rng, match)).name
 
-    def _choose_prefill(self, request: GenerateRequest, engines: Sequence[EngineView], now: float) -> str:
+    def _choose_prefill(self, prompt: PromptKV, engines: Sequence[EngineView], now: float) -> str:
         names = [engine.name for engine in engines]
         turn = self._next_prefill_turn()
-        return self._choose(engines, turn, lambda: self._holdings.worth(request, names, now))
+        return self._choose(engines, turn, lambda: self._holdings.worth(prompt, names, now))

@@ -8,7 +8,8 @@ value is taken to be in the first part that has room for all that was told since
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
@@ -31,12 +32,21 @@ class Reach(NamedTuple):
 
     engines: Collection[str]  # that reach it
     tokens_per_value: int
-    parts: Sequence[str]  # by value, where it is read: a name of LoadReport.connectors; empty: not known
+    num_values: int
+    runs: Sequence[tuple[str, int]]  # where values are read, and how many in a row: a name of LoadReport.connectors
 
     @property
     def num_tokens(self) -> int:
         """Of the prefix."""
-        return len(self.parts) * self.tokens_per_value
+        return self.num_values * self.tokens_per_value
+
+    def values_behind(self, num_tokens: int) -> Iterator[tuple[str, int]]:
+        """Where the values behind the first tokens are read, and how many in a row; a value that is cut counts."""
+        skipped = num_tokens // self.tokens_per_value
+        for part, count in self.runs:
+            if count > skipped:
+                yield part, count - skipped
+            skipped = max(skipped - count, 0)
 
 
 class _Tier:
@@ -80,13 +90,10 @@ class _Tier:
 
     def match(self, keys: Sequence[bytes]) -> Reach:
         known, step = self.keys, self.tokens_per_key // HASH_BLOCK_SIZE
-        parts: list[str] = []
-        for end in range(step - 1, len(keys), step):
-            told = known.get(keys[end])
-            if told is None:
-                break
-            parts.append(self._part_of(self._num_told - told))
-        return Reach(self.engines, self.tokens_per_key, parts)
+        told = list(takewhile(lambda number: number is not None, map(known.get, keys[step - 1 :: step])))
+        parts = groupby(self._part_of(self._num_told - number) for number in told if number is not None)
+        runs = [(part, sum(1 for _ in values)) for part, values in parts]
+        return Reach(self.engines, self.tokens_per_key, len(told), runs)
 
     def _part_of(self, num_since: int) -> str:
         """Where a value is that was told before `num_since` others."""
@@ -144,7 +151,7 @@ class TierIndex:
     def match(self, keys: Sequence[bytes]) -> list[Reach]:
         """The longest prefix of `keys` in each tier; without those of none."""
         reaches = (tier.match(keys) for tier in self._tiers.values())
-        return [reach for reach in reaches if reach.parts]
+        return [reach for reach in reaches if reach.num_values]
 
     def describe(self) -> list[Mapping[str, Any]]:
         """JSON-ready, a row per tier."""

@@ -5,15 +5,15 @@ import pytest
 from chooser_rig import ChooserRig
 from scripted_engine import make_request
 
-from pdkv.router.generations.request import Offer
+from pdkv.router.generations.request import GenerateRequest, Offer
 from pdkv.router.routing.reuse import LOADED_SHARE, saved_tokens
 from pdkv.wire.messages import ConnectorStats, LoadReport, TierPart
 
 TOKEN_BYTES = 64  # of the rig's engines
 
 
-def worth_of(rig: ChooserRig, request: object, engine: str = "prefill-0") -> int:
-    return rig.holdings.worth(request, [engine], 0.0)[engine]  # type: ignore[arg-type]
+def worth_of(rig: ChooserRig, request: GenerateRequest, engine: str = "prefill-0") -> int:
+    return rig.holdings.worth(rig.holdings.of(request), [engine], 0.0)[engine]
 
 
 def report(rig: ChooserRig, engine: str, **reads: tuple[int, float]) -> None:
@@ -112,7 +112,7 @@ def test_what_another_engine_lends_counts_less_the_time_of_its_load() -> None:
 def test_the_token_that_is_computed_is_not_lent() -> None:
     rig, request = ChooserRig(1, 2, lends=True), make_request(64)
     rig.store("decode-0", 64, request)
-    assert rig.holdings.find_offer(request, "prefill-0", 0.0) == Offer("decode-0", 48)
+    assert rig.holdings.find_offer(rig.holdings.of(request), "prefill-0", 0.0) == Offer("decode-0", 48)
 
 
 def test_what_is_borrowed_counts_for_the_time_of_its_load() -> None:
@@ -136,9 +136,9 @@ def test_who_cannot_lend_is_passed_over() -> None:
     assert _offers(rig, request)
 
 
-def _offers(rig: ChooserRig, request: object) -> bool:
-    rig.store("decode-0", 96, request)  # type: ignore[arg-type]
-    return rig.holdings.find_offer(request, "prefill-0", 1.0) is not None  # type: ignore[arg-type]
+def _offers(rig: ChooserRig, request: GenerateRequest) -> bool:
+    rig.store("decode-0", 96, request)
+    return rig.holdings.find_offer(rig.holdings.of(request), "prefill-0", 1.0) is not None
 
 
 def test_what_is_computed_sooner_than_read_is_computed_unless_reading_is_asked_for() -> None:

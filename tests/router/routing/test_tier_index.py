@@ -124,7 +124,12 @@ def test_tiers_and_their_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def parts_of(index: TierIndex) -> list[str]:
     """Where each value of the prompt is read."""
     [reach] = index.match(KEYS)
-    return list(reach.parts)
+    parts = [part for part, count in reach.runs for _ in range(count)]
+    assert len(parts) == reach.num_values
+    for skipped in range(len(parts)):
+        behind = reach.values_behind(64 * skipped + 63)
+        assert [part for part, count in behind for _ in range(count)] == parts[skipped:]
+    return parts
 
 
 def test_what_was_told_last_is_in_the_first_part_as_far_as_it_has_room() -> None:
