@@ -46,6 +46,7 @@ class ReadMeter:
 
     @property
     def total(self) -> ReadTime:
-        """What is over; never blocks for longer than a moment."""
+        """Until now, reads under way included; never blocks for longer than a moment."""
         with self._lock:
-            return self._total
+            running = self._now() - self._since if self._num_reading else 0.0
+            return self._total._replace(seconds=self._total.seconds + running)

@@ -3,7 +3,7 @@
 They only re-rank: where nothing else is left, what is open is asked all the same. No clock: `now` is in seconds.
 """
 
-from collections import deque
+from collections import Counter, deque
 from typing import Literal
 
 WINDOW_S = 30.0
@@ -148,5 +148,5 @@ def common_sides(pairs: frozenset[tuple[str, str]]) -> frozenset[str]:
     (p0, d0) and (p1, d0) suspect d0 alone; (p0, d0) by itself suspects neither; with (p0, d1), too, p0 and d0 both
     explain two of three, and both are suspected.
     """
-    sides = [side for pair in pairs for side in pair]
-    return frozenset(side for side in sides if sides.count(side) > 1)
+    sides = Counter(side for pair in pairs for side in pair)
+    return frozenset(side for side, count in sides.items() if count > 1)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -177,7 +177,6 @@ class Counters:
         self.dropped_messages = 0  # of requests or attempts that had ended, or that nobody knows
         self.duplicate_tokens = 0
         self.load_failures = 0
-        self.local_turns = 0  # begun on the decode engine that had nearly all of the prompt
         self.loans: Counter[str] = Counter()  # by how they ended: "ok" or a code
 
 
@@ -268,7 +267,7 @@ class Fleet:
     def reported(self, name: str, load: LoadReport) -> None:
         """An engine that is up says how it does."""
         state = self.engines[name]
-        self.speeds.reported(state.load, load)
+        self.speeds.reported(name, load)
         state.load = load
 
     def went_down(self, name: str, now: float) -> None:
@@ -304,17 +303,21 @@ class Fleet:
         awake = [e for e in others if not e.suspicion] or others
         understood = [e for e in awake if not self._is_alone(e)] or awake
         failing = self._failing_pairs(now)
-        paired = [e for e in understood if not self._is_avoided(e, failing)] or understood
+        common = common_sides(failing)
+        paired = [e for e in understood if not self._is_avoided(e, failing, common)] or understood
         told = self.hearsay.engines(self.cards())
         closed = [e for e in paired if e.breaker.passes(now) and e.name not in told] or paired
         return [e.view(side) for e in closed]
 
-    def can_lend(self, lender: str, borrower: str, now: float) -> bool:
-        """Whether `borrower` may be told to read what `lender` has cached. One that is draining still lends."""
+    def can_lend(self, lender: str, borrower: str, avoided: Collection[tuple[str, str]]) -> bool:
+        """Whether `borrower` may be told to read what `lender` has cached. One that is draining still lends.
+
+        `avoided`: pairs that are passed over now.
+        """
         one, other = self.engines[lender], self.engines[borrower]
         if not (one.life == other.life == "ready" and one.card is not None and one.card.lends) or one.suspicion:
             return False
-        return (lender, borrower) not in self.avoided_pairs(now)
+        return (lender, borrower) not in avoided
 
     def avoided_pairs(self, now: float) -> frozenset[tuple[str, str]]:
         """(prefill, decode) pairs that are passed over now."""
@@ -333,13 +336,13 @@ class Fleet:
     def _partners(self, engine: EngineState) -> list[str]:
         return [e.name for e in self.engines.values() if e.life == "ready" and e.role != engine.role]
 
-    def _is_avoided(self, engine: EngineState, pairs: frozenset[tuple[str, str]]) -> bool:
-        """Whether these pairs have the engine in common, or are all that it has."""
+    def _is_avoided(self, engine: EngineState, pairs: frozenset[tuple[str, str]], common: Collection[str]) -> bool:
+        """Whether these pairs have the engine in common, as `common` says, or are all that it has."""
         if not pairs or engine.role == "any":
             return False
         partners = self._partners(engine)
         own = [(engine.name, p) if engine.role == "prefill" else (p, engine.name) for p in partners]
-        return engine.name in common_sides(pairs) or all(pair in pairs for pair in own)
+        return engine.name in common or all(pair in pairs for pair in own)
 
     def begin_trial(self, engine: str, route: Route, now: float) -> None:
         """A request of that route goes to the engine: of what is half open there, it is the trial."""

@@ -31,10 +31,10 @@ from pdkv.router.generations.listener import Listener
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
-from pdkv.router.routing.holdings import Holdings
+from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import DEFAULT_POLICY, Side
 from pdkv.router.routing.prefix_index import PrefixIndex
-from pdkv.router.routing.route_chooser import RouteChooser
+from pdkv.router.routing.route_chooser import SIDES, RouteChooser
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.version import VERSION
 from pdkv.wire.messages import Order
@@ -172,7 +172,7 @@ class Dispatcher(Listener):
         if self.shared_marks is not None:
             self.shared_marks.update(own_marks(self.fleet, now))
         if self.ready and (route := self.prober.due(now)) is not None:
-            self._launch(probe_request(route), route, now)
+            self._launch(self._holdings.of(probe_request(route)), route, now)
 
     @property
     def max_model_len(self) -> int | None:
@@ -224,28 +224,29 @@ class Dispatcher(Listener):
         if self._closed:
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
+        prompt = self._holdings.of(request)
         try:
-            route = self._routes.choose(request, now, may_stay=True)
+            route = self._routes.choose(prompt, now, may_stay=True)
         except NoEngine:
             if not self.fleet.complete_once:
                 raise
             route = NOWHERE
         self.delays.balancing.observe(self._clock() - now)
         self.counters.started += 1
-        self.counters.local_turns = self._routes.num_local_turns
-        return self._launch(request, route, now)
+        return self._launch(prompt, route, now)
 
     def start_on(self, name: str, request: GenerateRequest) -> Generation:
         """Send a request to this engine, which is ready and does all of it, whatever its role."""
         self.counters.started += 1
-        return self._launch(request, Route(name, name), self._clock())
+        return self._launch(self._holdings.of(request), Route(name, name), self._clock())
 
-    def _launch(self, request: GenerateRequest, route: Route, now: float) -> Generation:
+    def _launch(self, prompt: PromptKV, route: Route, now: float) -> Generation:
         """Begin a generation on these engines."""
+        request = prompt.request
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
         generation = Generation(flow, self.abort, now)
         if route is not NOWHERE:
-            generation.num_uncached = self._holdings.uncached_tokens(request, route.prefill, route.offer)
+            generation.num_uncached = self._holdings.uncached_tokens(prompt, route.prefill, route.offer)
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation
@@ -270,8 +271,7 @@ class Dispatcher(Listener):
         may_go_on = spared or self.recovery.may_go_on(generation)
         if flow.request.probe or not flow.depends_on(engine) or not may_go_on:
             return False
-        side: Side = "decode" if engine == flow.route.decode and not flow.route.aggregated else "prefill"
-        if not self._routes.can_go_on(side, self._clock(), {*self.recovery.excluded(generation), engine}):
+        if not self._can_leave(generation, engine):
             return False
         if spared:
             self.recovery.spare(generation)
@@ -279,3 +279,15 @@ class Dispatcher(Listener):
         with self.recovery.leaving(generation, engine):
             self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
         return True
+
+    def _can_leave(self, generation: Generation, engine: str) -> bool:
+        """Whether others can do what the engine does for it; where it does all of it, both sides' part."""
+        route = generation.flow.route
+        sides: tuple[Side, ...] = SIDES if route.aggregated else ("decode",) if engine == route.decode else ("prefill",)
+        without = {*self.recovery.excluded(generation), engine}
+        return all(self._routes.can_go_on(side, self._clock(), without) for side in sides)
+
+    @property
+    def num_local_turns(self) -> int:
+        """Generations that began on a decode engine that had nearly all of the prompt."""
+        return self._routes.num_local_turns

@@ -147,7 +147,7 @@ class Metrics(Collector):
         loans = "What other engines were asked to lend of their caches, by how that ended."
         yield counters("pdkv_kv_loans", loans, "outcome", dispatched.loans)
         turns = "Choices that a decode engine ran alone, since it had nearly all of the prompt."
-        yield counter("pdkv_local_turns", turns, dispatched.local_turns)
+        yield counter("pdkv_local_turns", turns, self._dispatcher.num_local_turns)
         yield counter("pdkv_kv_load_failures", "KV loads from peers that failed.", dispatched.load_failures)
 
     def _queue(self, admission: "Admission") -> Iterator[Metric]:

@@ -6,6 +6,7 @@ is worth the tokens less those that it could compute in the time of the load (re
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 
 from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.config import Reuse
@@ -22,7 +23,7 @@ class PromptKV:
 
     def __init__(self, request: GenerateRequest, keys: Sequence[bytes], index: PrefixIndex, tiers: TierIndex) -> None:
         self.request = request
-        self._keys = keys
+        self._keys = () if request.params.prompt_logprobs is not None else keys  # all logits are to be computed
         self._index = index
         self._tiers = tiers
 
@@ -35,6 +36,12 @@ class PromptKV:
     def reaches(self) -> Sequence[Reach]:
         """In tiers below the caches."""
         return self._tiers.match(self._keys)
+
+    @cached_property
+    def holders(self) -> Sequence[tuple[int, str]]:
+        """(tokens that could be lent, engine), most first: one token of the prompt is computed in any case."""
+        most = (len(self.request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE
+        return sorted(((min(num, most), name) for name, num in self.cached.items()), reverse=True)
 
 
 class Holdings:
@@ -52,25 +59,29 @@ class Holdings:
 
     def of(self, request: GenerateRequest) -> PromptKV:
         """What is known of a prompt now."""
-        return PromptKV(request, self._keys(request), self._index, self._tiers)
+        card = next(iter(self._fleet.cards()), None)  # what keys depend on is the same in all
+        if card is None:
+            return PromptKV(request, (), self._index, self._tiers)
+        root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
+        return PromptKV(request, request.keys.of(root, request.prompt_token_ids), self._index, self._tiers)
 
     def worth(self, prompt: PromptKV, engines: Collection[str], now: float) -> Mapping[str, int]:
         """Prompt tokens that each of these engines need not compute."""
+        avoided = self._fleet.avoided_pairs(now) if self._reuse != "never" else ()
         found: dict[str, int] = {}
         for engine in engines:
             own = prompt.cached.get(engine, 0)
-            loan = self._find_lender(prompt, engine, own, now)
+            loan = self._find_lender(prompt, engine, own, avoided)
             found[engine] = self._worth(engine, own, prompt.reaches, 0 if loan is None else loan[0])
         return found
 
-    def uncached_tokens(self, request: GenerateRequest, engine: str, offer: Offer | None = None) -> int:
+    def uncached_tokens(self, prompt: PromptKV, engine: str, offer: Offer | None = None) -> int:
         """Prompt tokens that the engine will have to compute, as far as is known, those that it loads from a tier or
         from another engine for the time that they take; a block at least.
         """
-        keys = self._keys(request)
-        own, lent = self._index.match_one(engine, keys), 0 if offer is None else offer.num_tokens
-        num_saved = self._worth(engine, own, self._tiers.match(keys), lent)
-        return max(len(request.prompt_token_ids) - num_saved, HASH_BLOCK_SIZE)
+        own, lent = prompt.cached.get(engine, 0), 0 if offer is None else offer.num_tokens
+        num_saved = self._worth(engine, own, prompt.reaches, lent)
+        return max(len(prompt.request.prompt_token_ids) - num_saved, HASH_BLOCK_SIZE)
 
     def find_offer(self, prompt: PromptKV, borrower: str, now: float) -> Offer | None:
         """What another engine has of the prompt, if `borrower` reads it sooner than it computes it."""
@@ -78,7 +89,7 @@ class Holdings:
             return None
         reached = (reach.num_tokens for reach in prompt.reaches if borrower in reach.engines)
         own = max(prompt.cached.get(borrower, 0), *reached, 0)
-        best = self._find_lender(prompt, borrower, own, now)
+        best = self._find_lender(prompt, borrower, own, self._fleet.avoided_pairs(now))
         if best is None:
             return None
         num_tokens, lender = best
@@ -94,19 +105,17 @@ class Holdings:
     # --- loans ----------------------------------------------------------------------------------------------------
 
     def _may_borrow(self, request: GenerateRequest, engine: str) -> bool:
-        if self._reuse == "never" or request.probe or request.params.prompt_logprobs is not None:
-            return False  # of the last two the logits must be computed
         card = self._fleet.engines[engine].card
-        return card is not None and card.lends
+        return self._reuse != "never" and not request.probe and card is not None and card.lends
 
-    def _find_lender(self, prompt: PromptKV, borrower: str, own: int, now: float) -> tuple[int, str] | None:
+    def _find_lender(
+        self, prompt: PromptKV, borrower: str, own: int, avoided: Collection[tuple[str, str]]
+    ) -> tuple[int, str] | None:
         """(tokens, engine): who has most beyond the first `own` tokens, and may be asked for it."""
         if not self._may_borrow(prompt.request, borrower):
             return None
-        most = (len(prompt.request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE  # a token is computed
-        found = [(min(num, most), name) for name, num in prompt.cached.items() if name != borrower]
-        able = (each for each in sorted(found, reverse=True) if each[0] > own)
-        return next((each for each in able if self._fleet.can_lend(each[1], borrower, now)), None)
+        more = takewhile(lambda each: each[0] > own, prompt.holders)
+        return next((e for e in more if e[1] != borrower and self._fleet.can_lend(e[1], borrower, avoided)), None)
 
     def _loan_costs(self, borrower: str, num_tokens: int) -> Costs:
         return self._fleet.speeds.costs(borrower, num_tokens, self._num_bytes(borrower, num_tokens))
@@ -145,9 +154,3 @@ class Holdings:
         card = self._fleet.engines[engine].card
         assert card is not None, f"{engine} has never been ready"
         return card
-
-    def _keys(self, request: GenerateRequest) -> Sequence[bytes]:
-        """Of the prompt's full blocks."""
-        card = self._fleet.cards()[0]  # what keys depend on is the same in all
-        root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
-        return request.keys.of(root, request.prompt_token_ids)

@@ -69,6 +69,7 @@ class Speeds:
         self._answers = Line()  # questions: 1 each
         self._prefills: dict[str, Line] = {}  # tokens, by engine
         self._tiers: dict[str, Line] = {}  # bytes, by name as in LoadReport.connectors
+        self._reads: dict[str, dict[str, tuple[int, float]]] = {}  # by engine and tier: what was counted already
         self._lost_s = 0.0  # by a loan, on average
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
@@ -83,15 +84,17 @@ class Speeds:
         """A loan came to nothing: what it took, and what computing it after all does."""
         self._lost_s += (1 - DECAY) * (seconds - self._lost_s)
 
-    def reported(self, before: LoadReport | None, report: LoadReport) -> None:
-        """An engine says what reads of its tiers took; `before` it said that, since its start."""
-        known = {} if before is None else before.connectors
+    def reported(self, engine: str, report: LoadReport) -> None:
+        """An engine says what reads of its tiers took since its start. Bytes count with the seconds that they took: a
+        report may have the one without the other.
+        """
+        counted = self._reads.setdefault(engine, {})
         for part, stats in report.connectors.items():
-            last = known.get(part)
-            num_bytes = stats.read_bytes - (0 if last is None else last.read_bytes)
-            if num_bytes > 0 and (part in self._tiers or len(self._tiers) < MAX_TIER_NAMES):
-                seconds = stats.read_seconds - (0.0 if last is None else last.read_seconds)
+            bytes_before, seconds_before = counted.get(part, (0, 0.0))
+            num_bytes, seconds = stats.read_bytes - bytes_before, stats.read_seconds - seconds_before
+            if num_bytes > 0 and seconds > 0 and (part in self._tiers or len(self._tiers) < MAX_TIER_NAMES):
                 self._tiers.setdefault(part, Line()).add(num_bytes, seconds)
+                counted[part] = stats.read_bytes, stats.read_seconds
 
     def byte_s(self, tier: str) -> float | None:
         """Seconds in which a rank reads a byte of a tier, what every read takes included; None: not known."""
@@ -113,8 +116,9 @@ class Speeds:
         self._lost_s *= FADING
 
     def forget(self, engine: str) -> None:
-        """The engine is gone; its next incarnation may run elsewhere."""
+        """The engine is gone; its next incarnation may run elsewhere, and counts anew."""
         self._prefills.pop(engine, None)
+        self._reads.pop(engine, None)
 
     def load_s(self, num_bytes: int) -> float:
         """Seconds of a load between engines; 0: not known."""

@@ -9,7 +9,7 @@ import xxhash
 from pdkv.config import LocalTurns
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
 from pdkv.router.engines.fleet import Fleet
-from pdkv.router.generations.request import GenerateRequest, Offer, Route
+from pdkv.router.generations.request import Offer, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import EngineView, Side, Snapshot, find_policy, prefix_aware
 from pdkv.wire.messages import Order
@@ -70,9 +70,7 @@ class RouteChooser:
         self.num_local_turns = 0  # requests that decode engines were given because they had nearly all of the prompt
         self._num_prefill = 1  # candidates when one was chosen last
 
-    def choose(
-        self, request: GenerateRequest, now: float, *, without: Collection[str] = (), may_stay: bool = False
-    ) -> Route:
+    def choose(self, prompt: PromptKV, now: float, *, without: Collection[str] = (), may_stay: bool = False) -> Route:
         """Both sides, none of them in `without`; an aggregated engine is its own decode side.
 
         Where prefill goes first, decode is left open: who is free then, and lives, is known when the prompt is done.
@@ -86,12 +84,11 @@ class RouteChooser:
         """
         prefill, decode = (self._candidates(side, now, without) for side in SIDES)
         if self._take_over and (prefill or decode) and not (prefill and decode):
-            engine = self._choose_prefill(self._holdings.of(request), prefill or decode, now)
+            engine = self._choose_prefill(prompt, prefill or decode, now)
             return Route(engine, engine)
         for side, candidates in zip(SIDES, (prefill, decode), strict=True):
             if not candidates:
                 raise NoEngine(f"no {side} engine is ready")
-        prompt = self._holdings.of(request)
         first = self._prefill_of(prompt, prefill, now)
         if self._fleet.engines[first].role == "any":
             return Route(first, first)
@@ -103,7 +100,7 @@ class RouteChooser:
         order = self._order(first, decode[0].name)
         if order == "prefill_first":
             return Route(first, "", order, offer)
-        return Route(first, self.choose_decode(request, first, now, without=without), order, offer)
+        return Route(first, self.choose_decode(prompt, first, now, without=without), order, offer)
 
     def _find_local(
         self, prompt: PromptKV, prefill: str, offer: Offer | None, decode: Sequence[EngineView]
@@ -114,19 +111,21 @@ class RouteChooser:
         request = prompt.request
         if request.probe or request.near == prefill:
             return None
-        num_tokens = len(request.prompt_token_ids)
         chosen = self._choose(decode, self._decode_turn, lambda: prompt.cached)
+        has_run_it = any(request.near == engine.name for engine in decode)  # for an earlier choice
+        if has_run_it:
+            chosen = request.near
+        num_tokens = len(request.prompt_token_ids)
         num_lacking = max(num_tokens - prompt.cached.get(chosen, 0), 1)
         if num_lacking > min(MAX_LOCAL_TOKENS, num_tokens * LOCAL_FRACTION):
             return None
-        if self._local_turns == "auto" and not self._is_sooner(num_lacking, chosen, request, prefill, offer):
+        is_asked_for = self._local_turns == "always" or has_run_it
+        if not (is_asked_for or self._is_sooner(num_lacking, chosen, prompt, prefill, offer)):
             return None
         self.num_local_turns += 1
         return chosen
 
-    def _is_sooner(
-        self, num_lacking: int, decode: str, request: GenerateRequest, prefill: str, offer: Offer | None
-    ) -> bool:
+    def _is_sooner(self, num_lacking: int, decode: str, prompt: PromptKV, prefill: str, offer: Offer | None) -> bool:
         """Whether `decode` computes so many tokens sooner than `prefill` does what it lacks, and hands it over. What
         decode computes holds up all that it runs; where nothing was measured, prefill is asked.
         """
@@ -135,7 +134,7 @@ class RouteChooser:
             return False
         here_s = num_lacking * token_s * (1 + self._fleet.engines[decode].books.requests)
         num_waiting = self._fleet.engines[prefill].books.prefill_tokens
-        num_computed = num_waiting + self._holdings.uncached_tokens(request, prefill, offer)
+        num_computed = num_waiting + self._holdings.uncached_tokens(prompt, prefill, offer)
         return here_s < num_computed * token_s + self._holdings.handoff_s(decode, num_lacking)
 
     def has_engine(self, side: Side, now: float, without: Collection[str]) -> bool:
@@ -147,7 +146,7 @@ class RouteChooser:
         sides = SIDES if self._take_over else (side,)
         return any(self.has_engine(side, now, without) for side in sides)
 
-    def choose_prefill(self, request: GenerateRequest, now: float, *, without: Collection[str] = ()) -> str:
+    def choose_prefill(self, prompt: PromptKV, now: float, *, without: Collection[str] = ()) -> str:
         """Who runs the prompt; for a choice after the first the engine that ran it before, as long as it may be asked.
 
         Raises:
@@ -156,7 +155,7 @@ class RouteChooser:
         engines = self._candidates("prefill", now, without)
         if not engines:
             raise NoEngine("no prefill engine is ready")
-        return self._prefill_of(self._holdings.of(request), engines, now)
+        return self._prefill_of(prompt, engines, now)
 
     def _prefill_of(self, prompt: PromptKV, engines: Sequence[EngineView], now: float) -> str:
         request = prompt.request
@@ -165,9 +164,7 @@ class RouteChooser:
             return request.near
         return self._choose_prefill(prompt, prefer(engines, request.affinity), now)
 
-    def choose_decode(
-        self, request: GenerateRequest, prefill: str, now: float, *, without: Collection[str] = ()
-    ) -> str:
+    def choose_decode(self, prompt: PromptKV, prefill: str, now: float, *, without: Collection[str] = ()) -> str:
         """Who decodes what `prefill` runs or ran; engines that failed to load from it lately come last.
 
         Raises:
@@ -182,7 +179,7 @@ class RouteChooser:
         # Without the shift both sides' turns would go round together: of 2 x 2 pairs only two would ever be used.
         turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
         self._decode_turn += 1
-        return self._choose(engines, turn, lambda: self._holdings.of(request).cached)
+        return self._choose(engines, turn, lambda: prompt.cached)
 
     def _order(self, prefill: str, decode: str) -> Order:
         """How the two hand over. Raises EngineUnavailable where they have no order in common."""

@@ -20,7 +20,7 @@ def test_reads_at_the_same_time_share_their_seconds() -> None:
     clock.now = 3.0
     first.__exit__(None, None, None)
     meter.add(10)
-    assert meter.total == ReadTime(10, 0.0), "somebody still reads"
+    assert meter.total == ReadTime(10, 3.0), "somebody still reads"
     clock.now = 4.0
     second.__exit__(None, None, None)
     clock.now = 9.0

@@ -10,7 +10,7 @@ from pdkv.block_keys import extend_keys, root_key
 from pdkv.config import LocalTurns, Reuse
 from pdkv.router.engines.books import Entry
 from pdkv.router.engines.fleet import ORDERS, Fleet
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.router.generations.request import GenerateRequest, Offer, Route
 from pdkv.router.routing.holdings import Holdings
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import RouteChooser
@@ -70,6 +70,21 @@ class ChooserRig:
         keys = self.keys_of(engines[0], num_tokens, request)
         for engine in engines:
             assert self.tiers.apply(engine, TierEvents("disk", True, 64, stored=keys[3::4], **tier))
+
+    def choose(self, request: GenerateRequest, now: float = 0.0, **options: Any) -> Route:
+        return self.chooser.choose(self.holdings.of(request), now, **options)
+
+    def choose_prefill(self, request: GenerateRequest, now: float = 0.0, **options: Any) -> str:
+        return self.chooser.choose_prefill(self.holdings.of(request), now, **options)
+
+    def choose_decode(self, request: GenerateRequest, prefill: str, now: float = 0.0) -> str:
+        return self.chooser.choose_decode(self.holdings.of(request), prefill, now)
+
+    def uncached_tokens(self, request: GenerateRequest, engine: str, offer: Offer | None = None) -> int:
+        return self.holdings.uncached_tokens(self.holdings.of(request), engine, offer)
+
+    def find_offer(self, request: GenerateRequest, borrower: str, now: float = 0.0) -> Offer | None:
+        return self.holdings.find_offer(self.holdings.of(request), borrower, now)
 
     def occupy(self, engine: str, *, prompts: int = 0, kv: int = 0) -> None:
         """The engine has so many tokens of a request to compute, and to hold."""

@@ -198,6 +198,12 @@ def run(system: System, body: Callable[[System], Awaitable[None]], *, start: boo
     asyncio.run(main())
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the engines go on until it holds."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
 async def collect(generation: Generation) -> tuple[list[int], Delta]:
     """All tokens and the last delta."""
     tokens: list[int] = []

@@ -471,7 +471,8 @@ def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
         assert tier == {"medium": "disk", "shared": True, "tokens_per_key": 64, "keys": 1,
                         "engines": ["prefill-0", "prefill-1"], "parts": []}  # fmt: skip
         assert {(await check_right(system, request)).prefill_engine for _ in range(3)} == {"prefill-0"}
-        assert system.dispatcher._holdings.uncached_tokens(request, "prefill-1") == HASH_BLOCK_SIZE
+        holdings = system.dispatcher._holdings
+        assert holdings.uncached_tokens(holdings.of(request), "prefill-1") == HASH_BLOCK_SIZE
         backends["prefill-0"].die()
         assert system.dispatcher.topology()["router"]["tiers"][0]["engines"] == ["prefill-1"]
 

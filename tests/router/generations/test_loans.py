@@ -186,7 +186,7 @@ def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(code: 
         assert system.dispatcher.fleet.speeds.costs("prefill-0", 100, 100).load_s > 0.02
         assert system.dispatcher.counters.loans[code] == 3
         fleet, now = system.dispatcher.fleet, system.dispatcher._clock()
-        assert fleet.can_lend("decode-0", "prefill-0", now) is not is_avoided
+        assert fleet.can_lend("decode-0", "prefill-0", fleet.avoided_pairs(now)) is not is_avoided
         generation.abort()
         system.borrower.release()
         await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from dispatch_rig import PoisonedBackend, System, check_right, collect, run
+from dispatch_rig import PoisonedBackend, System, check_right, collect, run, until
 from scripted_engine import ORDERS_OF, STOP, Task, expected_output, make_request
 
 from pdkv.config import RecoveryConfig
@@ -36,12 +36,6 @@ def long_request(num_tokens: int = 8, **changes: object) -> GenerateRequest:
 def num_failures(system: System, engine: str) -> int:
     """What the breaker of an engine has counted against it."""
     return sum(failures for _, _, failures in system.dispatcher.fleet.engines[engine].breaker._counts)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the engines go on until it holds."""
-    while not condition():
-        await asyncio.sleep(0)
 
 
 def stop_where(system: System, stops: Callable[[Task], bool]) -> Callable[[], None]:

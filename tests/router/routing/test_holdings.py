@@ -25,12 +25,12 @@ def report(rig: ChooserRig, engine: str, **reads: tuple[int, float]) -> None:
 
 def test_what_is_computed_is_the_prompt_less_what_the_engine_has_and_a_block_at_least() -> None:
     rig, request = ChooserRig(2, 1), make_request(100)
-    assert rig.holdings.uncached_tokens(request, "prefill-0") == 100
+    assert rig.uncached_tokens(request, "prefill-0") == 100
     rig.store("prefill-0", 64, request)
-    assert rig.holdings.uncached_tokens(request, "prefill-0") == 36
-    assert rig.holdings.uncached_tokens(request, "prefill-1") == 100
+    assert rig.uncached_tokens(request, "prefill-0") == 36
+    assert rig.uncached_tokens(request, "prefill-1") == 100
     rig.store("prefill-1", 96, request)
-    assert rig.holdings.uncached_tokens(request, "prefill-1") == 16
+    assert rig.uncached_tokens(request, "prefill-1") == 16
 
 
 def test_what_a_load_saves_is_its_tokens_less_those_that_could_be_computed_meanwhile() -> None:
@@ -43,8 +43,8 @@ def test_tokens_that_an_engine_will_load_are_a_small_part_of_its_load() -> None:
     rig, request = ChooserRig(2, 1), make_request(1280)
     rig.reach(["prefill-0"], 1024, request)
     rig.store("prefill-0", 256, request)
-    assert rig.holdings.uncached_tokens(request, "prefill-0") == 1280 - 256 - 691
-    assert rig.holdings.uncached_tokens(request, "prefill-1") == 1280
+    assert rig.uncached_tokens(request, "prefill-0") == 1280 - 256 - 691
+    assert rig.uncached_tokens(request, "prefill-1") == 1280
 
 
 def test_a_tier_is_worth_what_its_reads_and_the_engines_prompts_took() -> None:
@@ -53,7 +53,7 @@ def test_a_tier_is_worth_what_its_reads_and_the_engines_prompts_took() -> None:
     assert worth_of(rig, request) == int(1024 * LOADED_SHARE), "nothing was measured"
     rig.fleet.speeds.computed("prefill-0", 1000, 1.0)
     assert worth_of(rig, request) == int(1024 * LOADED_SHARE), "the tier was not"
-    rig.fleet.speeds.reported(None, LoadReport(0, 0, rig.fleet.engines["prefill-0"].blocks, connectors={
+    rig.fleet.reported("prefill-0", LoadReport(0, 0, rig.fleet.engines["prefill-0"].blocks, connectors={
         "store": ConnectorStats(read_bytes=100 * TOKEN_BYTES, read_seconds=0.05),
     }))  # fmt: skip
     assert worth_of(rig, request) == 512, "half a millisecond a token, which takes one to compute"
@@ -95,6 +95,17 @@ def test_reads_count_since_the_last_report_and_anew_with_each_incarnation() -> N
     assert rig.fleet.speeds.byte_s("store/other") is None
 
 
+def test_bytes_that_are_told_before_their_seconds_count_with_them() -> None:
+    """Reads overlap, and reports come in between."""
+    rig = ChooserRig(1, 1)
+    report(rig, "prefill-0", host=(4000, 0.0))
+    assert rig.fleet.speeds.byte_s("store/host") is None
+    report(rig, "prefill-0", host=(4000, 2.0))
+    report(rig, "prefill-0", host=(4000, 3.0))
+    report(rig, "prefill-0", host=(6000, 3.0))
+    assert rig.fleet.speeds.byte_s("store/host") == pytest.approx((0.9 * 2.0 + 1.0) / (0.9 * 4000 + 2000))
+
+
 # --- what other engines lend ------------------------------------------------------------------------------------------
 
 
@@ -112,14 +123,14 @@ def test_what_another_engine_lends_counts_less_the_time_of_its_load() -> None:
 def test_the_token_that_is_computed_is_not_lent() -> None:
     rig, request = ChooserRig(1, 2, lends=True), make_request(64)
     rig.store("decode-0", 64, request)
-    assert rig.holdings.find_offer(rig.holdings.of(request), "prefill-0", 0.0) == Offer("decode-0", 48)
+    assert rig.find_offer(request, "prefill-0") == Offer("decode-0", 48)
 
 
 def test_what_is_borrowed_counts_for_the_time_of_its_load() -> None:
     rig, request = ChooserRig(1, 2, lends=True), make_request(100)
     rig.store("prefill-0", 32, request)
-    assert rig.holdings.uncached_tokens(request, "prefill-0", Offer("decode-1", 96)) == 16  # a block at least
-    assert rig.holdings.uncached_tokens(request, "prefill-0", Offer("decode-1", 64)) == 100 - 32 - 28
+    assert rig.uncached_tokens(request, "prefill-0", Offer("decode-1", 96)) == 16  # a block at least
+    assert rig.uncached_tokens(request, "prefill-0", Offer("decode-1", 64)) == 100 - 32 - 28
 
 
 def test_who_cannot_lend_is_passed_over() -> None:
@@ -138,7 +149,7 @@ def test_who_cannot_lend_is_passed_over() -> None:
 
 def _offers(rig: ChooserRig, request: GenerateRequest) -> bool:
     rig.store("decode-0", 96, request)
-    return rig.holdings.find_offer(rig.holdings.of(request), "prefill-0", 1.0) is not None
+    return rig.find_offer(request, "prefill-0", 1.0) is not None
 
 
 def test_what_is_computed_sooner_than_read_is_computed_unless_reading_is_asked_for() -> None:

@@ -22,9 +22,9 @@ def test_round_robin_uses_every_pair_equally(num_prefill: int, num_decode: int) 
     rig = ChooserRig(num_prefill, num_decode)
     pairs: Counter[tuple[str, str]] = Counter()
     for _ in range(2 * num_prefill * num_decode):
-        route = rig.chooser.choose(make_request(), 0.0)
+        route = rig.choose(make_request(), 0.0)
         assert (route.decode, route.order) == ("", "prefill_first")  # bound when the prompt is handed off
-        pairs[route.prefill, rig.chooser.choose_decode(make_request(), route.prefill, 0.0)] += 1
+        pairs[route.prefill, rig.choose_decode(make_request(), route.prefill, 0.0)] += 1
     assert len(pairs) == num_prefill * num_decode
     assert set(pairs.values()) == {2}
 
@@ -32,7 +32,7 @@ def test_round_robin_uses_every_pair_equally(num_prefill: int, num_decode: int) 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_aggregated_engines_do_both(policy: str) -> None:
     rig = ChooserRig(0, 3, policy, role="any")
-    routes = [rig.chooser.choose(make_request(), 0.0) for _ in range(9)]
+    routes = [rig.choose(make_request(), 0.0) for _ in range(9)]
     assert all(route == Route(route.prefill, route.prefill) for route in routes)
 
 
@@ -41,9 +41,9 @@ def test_a_pair_whose_transfers_failed_is_avoided_while_there_is_another(policy:
     rig = ChooserRig(1, 2, policy)
     rig.fleet.pairs.loaded("prefill-0", "decode-0", False, 0.0)
     rig.occupy("decode-1", kv=10_000)
-    assert {rig.chooser.choose_decode(make_request(), "prefill-0", 1.0) for _ in range(8)} == {"decode-1"}
+    assert {rig.choose_decode(make_request(), "prefill-0", 1.0) for _ in range(8)} == {"decode-1"}
     rig.fleet.pairs.loaded("prefill-0", "decode-1", False, 0.0)
-    assert {rig.chooser.choose_decode(make_request(), "prefill-0", 1.0) for _ in range(20)} & {"decode-0"}
+    assert {rig.choose_decode(make_request(), "prefill-0", 1.0) for _ in range(20)} & {"decode-0"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -57,30 +57,30 @@ def test_engines_whose_connectors_speak_different_versions_are_never_a_pair(poli
 
     start("prefill-0", 1)
     start("decode-0", 2)
-    assert rig.chooser.choose(make_request(), 0.0) == Route("prefill-0", "prefill-0")
+    assert rig.choose(make_request(), 0.0) == Route("prefill-0", "prefill-0")
     start("decode-1", 1)
     rig.occupy("decode-1", kv=10_000)
     for _ in range(8):
-        route = rig.chooser.choose(make_request(), 0.0)
+        route = rig.choose(make_request(), 0.0)
         assert route == Route("prefill-0", "", "prefill_first")
-        assert rig.chooser.choose_decode(make_request(), "prefill-0", 0.0) == "decode-1"
+        assert rig.choose_decode(make_request(), "prefill-0", 0.0) == "decode-1"
     start("prefill-1", 3)
-    assert {rig.chooser.choose_prefill(make_request(), 0.0) for _ in range(8)} == {"prefill-0"}
+    assert {rig.choose_prefill(make_request(), 0.0) for _ in range(8)} == {"prefill-0"}
     fleet.went_down("decode-0", 0.0)
     start("decode-0", 1)
-    assert {rig.chooser.choose_decode(make_request(), "prefill-0", 0.0) for _ in range(20)} & {"decode-0"}
+    assert {rig.choose_decode(make_request(), "prefill-0", 0.0) for _ in range(20)} & {"decode-0"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_choice_after_the_first_goes_where_its_prompt_was_run(policy: str) -> None:
     rig = ChooserRig(3, 1, policy)
     rig.occupy("prefill-1", prompts=5000)
-    assert {rig.chooser.choose_prefill(make_request(near="prefill-1"), 0.0) for _ in range(5)} == {"prefill-1"}
+    assert {rig.choose_prefill(make_request(near="prefill-1"), 0.0) for _ in range(5)} == {"prefill-1"}
     assert "prefill-1" not in {
-        rig.chooser.choose_prefill(make_request(near="prefill-1"), 0.0, without=("prefill-1",)) for _ in range(5)
+        rig.choose_prefill(make_request(near="prefill-1"), 0.0, without=("prefill-1",)) for _ in range(5)
     }
     rig.fleet.went_down("prefill-1", 0.0)
-    assert rig.chooser.choose_prefill(make_request(near="prefill-1"), 0.0) in ("prefill-0", "prefill-2")
+    assert rig.choose_prefill(make_request(near="prefill-1"), 0.0) in ("prefill-0", "prefill-2")
 
 
 def test_a_prompt_is_hashed_once_for_all_choices_and_attempts() -> None:
@@ -94,12 +94,12 @@ def test_a_prompt_is_hashed_once_for_all_choices_and_attempts() -> None:
 def test_a_side_without_engines_is_named() -> None:
     rig = ChooserRig(1, 1)
     rig.fleet.went_down("decode-0", 0.0)
-    assert rig.chooser.choose_prefill(make_request(), 0.0) == "prefill-0"
+    assert rig.choose_prefill(make_request(), 0.0) == "prefill-0"
     with pytest.raises(EngineUnavailable, match="no decode engine is ready"):
-        rig.chooser.choose(make_request(), 0.0)
+        rig.choose(make_request(), 0.0)
     rig.fleet.went_down("prefill-0", 0.0)
     with pytest.raises(EngineUnavailable, match="no prefill engine is ready"):
-        rig.chooser.choose(make_request(), 0.0)
+        rig.choose(make_request(), 0.0)
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
@@ -107,7 +107,7 @@ def test_requests_of_one_key_go_to_one_engine_while_its_load_allows_it(policy: s
     rig = ChooserRig(4, 1, policy)
 
     def engines_of(key: str) -> set[str]:
-        return {rig.chooser.choose_prefill(make_request(affinity=key), 0.0) for _ in range(8)}
+        return {rig.choose_prefill(make_request(affinity=key), 0.0) for _ in range(8)}
 
     owners = {key: engines_of(key) for key in "abcdefghijklmnop"}
     assert all(len(engines) == 1 for engines in owners.values())
@@ -127,16 +127,16 @@ def test_requests_of_one_key_go_to_one_engine_while_its_load_allows_it(policy: s
 def test_who_has_a_prompt_itself_comes_first_and_need_not_be_waited_for_where_others_can_load_it() -> None:
     rig, request = ChooserRig(3, 1, "prefix_aware"), make_request(1024)
     rig.store("prefill-0", 1024, request)
-    assert {rig.chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}
+    assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}
     rig.occupy("prefill-0", prompts=200)
-    assert {rig.chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}, "the others would compute it"
+    assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}, "the others would compute it"
     rig.reach(["prefill-0", "prefill-1"], 1024, request)
-    assert {rig.chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-1"}
+    assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-1"}
     rig.occupy("prefill-1", prompts=200)
-    assert {rig.chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}, "equally busy"
+    assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}, "equally busy"
     rig.occupy("prefill-0", prompts=950)
     rig.occupy("prefill-1", prompts=950)
-    assert {rig.chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-2"}, "too busy for what it saves"
+    assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-2"}, "too busy for what it saves"
 
 
 def test_who_decodes_is_chosen_by_what_it_has_itself() -> None:
@@ -145,7 +145,7 @@ def test_who_decodes_is_chosen_by_what_it_has_itself() -> None:
     rig.store("decode-0", 512, request)
     rig.reach(["decode-0", "decode-1"], 1024, request)
     rig.occupy("decode-0", kv=500)
-    assert {rig.chooser.choose_decode(request, "prefill-0", 0.0) for _ in range(6)} == {"decode-0"}
+    assert {rig.choose_decode(request, "prefill-0", 0.0) for _ in range(6)} == {"decode-0"}
 
 
 def test_a_prompt_is_hashed_once_for_all_its_choices_and_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +162,9 @@ def test_a_prompt_is_hashed_once_for_all_its_choices_and_attempts(monkeypatch: p
     for choice in range(3):
         request = msgspec.structs.replace(first, choice=choice)
         for _ in range(2):
-            route = rig.chooser.choose(request, 0.0)
-            rig.chooser.choose_decode(request, route.prefill, 0.0)
-            rig.holdings.uncached_tokens(request, route.prefill)
+            route = rig.choose(request, 0.0)
+            rig.choose_decode(request, route.prefill, 0.0)
+            rig.uncached_tokens(request, route.prefill)
     assert hashed == [320]
 
 
@@ -173,25 +173,25 @@ def test_a_prompt_is_hashed_once_for_all_its_choices_and_attempts(monkeypatch: p
 
 def test_prefill_is_told_who_has_most_of_what_it_lacks() -> None:
     rig, request = ChooserRig(1, 2, lends=True), make_request(100)
-    assert rig.chooser.choose(request, 0.0).offer is None
+    assert rig.choose(request, 0.0).offer is None
     rig.store("prefill-0", 32, request)
     rig.store("decode-0", 32, request)
-    assert rig.chooser.choose(request, 0.0).offer is None  # nobody has more
+    assert rig.choose(request, 0.0).offer is None  # nobody has more
     rig.store("decode-1", 96, request)
-    route = rig.chooser.choose(request, 0.0)
+    route = rig.choose(request, 0.0)
     assert route == Route("prefill-0", "", "prefill_first", Offer("decode-1", 96))
 
 
 def test_who_borrows_comes_before_who_computes_and_behind_who_has_the_prompt() -> None:
     rig, request = ChooserRig(2, 1, "prefix_aware", lends=True), make_request(1024)
     rig.store("prefill-0", 1008, request)
-    assert {rig.chooser.choose_prefill(request, 0.0) for _ in range(4)} == {"prefill-0"}
+    assert {rig.choose_prefill(request, 0.0) for _ in range(4)} == {"prefill-0"}
     rig.occupy("prefill-0", prompts=200)
-    assert {rig.chooser.choose_prefill(request, 0.0) for _ in range(4)} == {"prefill-1"}, "it borrows"
+    assert {rig.choose_prefill(request, 0.0) for _ in range(4)} == {"prefill-1"}, "it borrows"
     for _ in range(40):
         rig.fleet.speeds.computed("prefill-1", 1000, 0.1)
         rig.fleet.speeds.loaded(1008 * 64, 0.09)  # hardly sooner than computing it
-    assert {rig.chooser.choose_prefill(request, 0.0) for _ in range(4)} == {"prefill-0"}
+    assert {rig.choose_prefill(request, 0.0) for _ in range(4)} == {"prefill-0"}
 
 
 # --- turns that go to their KV ----------------------------------------------------------------------------------------
@@ -209,14 +209,14 @@ def measured(num_cached: int = 960, **options: Any) -> tuple[ChooserRig, Generat
 
 def routes_of(rig: ChooserRig, request: GenerateRequest) -> Route:
     """Where it goes if nothing of it is out yet."""
-    [route] = {rig.chooser.choose(request, 0.0, may_stay=True) for _ in range(4)}
+    [route] = {rig.choose(request, 0.0, may_stay=True) for _ in range(4)}
     return route
 
 
 def test_a_turn_goes_to_the_decode_engine_that_has_nearly_all_of_it() -> None:
     rig, request = measured()
     assert routes_of(rig, request) == Route("decode-0", "decode-0")
-    again = rig.chooser.choose(request, 0.0)
+    again = rig.choose(request, 0.0)
     assert again.prefill == "prefill-0", "of what is out already decode would have to compute more"
 
 
@@ -255,4 +255,8 @@ def test_turns_go_to_prefill_where_nobody_measured_or_asked_for_it() -> None:
     near = msgspec.structs.replace(request, near="prefill-0")
     assert routes_of(rig, near).prefill == "prefill-0", "the first choice has just run it there"
     near = msgspec.structs.replace(request, near="decode-0")
-    assert routes_of(rig, near) == Route("decode-0", "decode-0")
+    rig.occupy("decode-0", kv=5000)
+    assert routes_of(rig, near) == Route("decode-0", "decode-0"), "the first choice has just run it there"
+    params = msgspec.structs.replace(request.params, prompt_logprobs=1)  # all of it is to be computed
+    rig, request = measured(local_turns="always")
+    assert routes_of(rig, msgspec.structs.replace(request, params=params)).prefill == "prefill-0"
