@@ -127,7 +127,9 @@ def run(context: Context) -> list[Claim]:
         quiet = median(engine.times["nothing"])
         loaded, saved = f"{num_hit} tokens are loaded", f"{num_saved} tokens are saved"
         claims = [(loaded, engine.times["loads"]), (saved, engine.times["saves"])]
-    return [_claim(size, times, quiet, what) for what, times in claims if times]
+    if not all(times for _, times in claims):
+        raise RuntimeError(f"no step was beside them: {', '.join(what for what, times in claims if not times)}")
+    return [_claim(size, times, quiet, what) for what, times in claims]
 
 
 def _play(engine: BusyEngine, stored: list[list[int]], num_saved: int) -> None:

@@ -270,6 +270,7 @@ class TransferOutcome(NamedTuple):
     num_damaged: int = 0  # stored values that were not what somebody saved under their keys: taken as misses
     notes: tuple[bytes, ...] = ()  # the connector's own, of all ranks
     num_expired: int = 0  # stored values whose time was over: misses, too
+    ends_at: int = 0  # unix time at which the first of the stored values that were loaded ends; 0: none of them does
 
 
 class TransferResults(NamedTuple):

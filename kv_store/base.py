@@ -201,6 +201,11 @@ class KVStore(ABC):
         """What this process has in it. Does not block."""
         return Held()
 
+    @property
+    def own_capacity(self) -> int | None:
+        """Bytes that this process' values may take, before they make room for others; None: not known. Never blocks."""
+        return None
+
     def coldest(self, num_bytes: int) -> list[Sized]:
         """What would go if so many bytes more were put, the first to go first; empty where the store does not know."""
         return []

@@ -186,6 +186,10 @@ class HostStore(TellingStore):
         own = self.own
         return own.count() if own is not None else Held()
 
+    @property
+    def own_capacity(self) -> int | None:
+        return self.count_held().capacity
+
     def expect(self, keys: Sequence[bytes]) -> None:
         if self.own is not None:
             self.own.expect(map(key_of, keys))

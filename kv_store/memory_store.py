@@ -62,6 +62,11 @@ class _Shelf:
             self._ledger.take(terms, value.nbytes)
             self._ledger.enter(key, terms)
 
+    def terms_of(self, keys: Sequence[bytes]) -> dict[bytes, Terms]:
+        """Of those that have some."""
+        with self.lock:
+            return {key: terms for key in keys if (terms := self._ledger.terms_of(key)) != NO_TERMS}
+
     def remove(self, keys: Sequence[bytes] | None) -> int:
         """Drop keys (None: all), where they exist; returns how many did."""
         with self.lock:
@@ -145,6 +150,13 @@ class MemoryStore(KVStore):
             if buffer.nbytes > most:
                 raise StoreFull(f"memory://{shelf.name}: {buffer.nbytes} bytes do not fit into {most}")
             shelf.insert(key, _as_array(buffer).copy(), of_value)
+
+    def terms_of(self, keys: Sequence[bytes]) -> Mapping[bytes, Terms]:
+        return self._open_shelf().terms_of(keys)
+
+    @property
+    def own_capacity(self) -> int | None:
+        return self._shelf.capacity
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._open_shelf().remove(keys)

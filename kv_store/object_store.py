@@ -5,13 +5,15 @@ whole or not at all. What goes when there is too much is for the bucket's lifecy
 """
 
 import asyncio
+import atexit
 import hashlib
 import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
+from contextvars import Context
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import obstore
 from obstore import exceptions
@@ -22,8 +24,10 @@ from pdkv.kv_store.base import PART_BYTES, Arrived, Buffer, TellingStore
 from pdkv.kv_store.options import StoreOptions
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _MESSAGE_LENGTH = 300
+_EXIT_BOUND_S = 5.0
 _CAUSE = re.compile(r'Os \{[^}]*message: "([^"]+)"', re.DOTALL)
 
 
@@ -139,11 +143,11 @@ class ObjectStore(TellingStore):
 
 
 class _LoopThread:
-    """An event loop on a daemon thread, begun with the first call."""
+    """An event loop on a daemon thread, begun with the first call, ended at the interpreter's exit at the latest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: _Loop | None = None
         self._tasks = set[asyncio.Task[Any]]()  # of the loop's thread
         self._num_calls = 0
         self._is_closed = False
@@ -155,8 +159,10 @@ class _LoopThread:
                 call.close()
                 raise StoreUnavailable(when_closed)
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._serve, args=[self._loop], name="pdkv-objects", daemon=True).start()
+                self._loop = _Loop()
+                thread = threading.Thread(target=self._serve, args=[self._loop], name="pdkv-objects", daemon=True)
+                thread.start()
+                atexit.register(self._end, thread)
             future = asyncio.run_coroutine_threadsafe(self._hold(call), self._loop)
             self._num_calls += 1
         try:
@@ -197,10 +203,44 @@ class _LoopThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
-    @staticmethod
-    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    def _end(self, thread: threading.Thread) -> None:
+        self.close()
+        thread.join(timeout=_EXIT_BOUND_S)
+
+    def _serve(self, loop: "_Loop") -> None:
         loop.run_forever()
+        loop.wait_for_callers(_EXIT_BOUND_S)
         loop.close()
+        atexit.unregister(self._end)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Knows which threads are at work in it.
+
+    obstore's own hand their results over by `call_soon_threadsafe`. One that is still in there when the interpreter
+    goes down is ended by it, inside Rust, which takes the process down by SIGABRT.
+    """
+
+    def __init__(self) -> None:
+        self._callers = threading.Condition()
+        self._num_callers = 0
+        super().__init__()
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        with self._callers:
+            self._num_callers += 1
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        finally:
+            with self._callers:
+                self._num_callers -= 1
+                self._callers.notify_all()
+
+    def wait_for_callers(self, timeout_s: float) -> None:
+        with self._callers:
+            self._callers.wait_for(lambda: not self._num_callers, timeout_s)
 
 
 class _Budget:

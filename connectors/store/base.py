@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
@@ -17,6 +18,7 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.store.coding import ValueCoder
+from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.lookup import PROBE_KEY, KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
@@ -112,8 +114,15 @@ class StoreConnector(KVConnector):
             known_for_s=self.options.known_for_s,
             probe_interval_s=self.probe_interval_s,
         )
-        news, ahead = StoreNews(self.store, self.cut), self.store.look_ahead_bytes
-        return StoreScheduler(self.config, self.options, self.cut, lookups, news, ahead)
+        news, ahead = StoreNews(self.store, self.cut, self._value_bytes()), self.store.look_ahead_bytes
+        return StoreScheduler(self.config, self.options, self.cut, lookups, news, ahead, self.clock)
+
+    def _value_bytes(self) -> int:
+        """Of a whole value of the first KV group: what a rank reads for one; 0: as much as its blocks have."""
+        if self.coder is None:
+            return 0
+        num_units = self.cut.value_tokens[0] // HASH_BLOCK_SIZE
+        return sum(self.coder.body_bytes(0, part.part, num_units) + ENVELOPE_BYTES for part in self.cut.parts[0])
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         values = SealedValues(self.store, self.sealer, self.clock)

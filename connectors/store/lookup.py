@@ -86,6 +86,7 @@ class KeyLookups:
         self._timeout_s = timeout_s
         self._known_for_s = known_for_s
         self._known: OrderedDict[bytes, float] = OrderedDict()  # since when; step thread and lookups, under the lock
+        self._ends: OrderedDict[bytes, int] = OrderedDict()  # unix times, of values that have one as far as is known
         self._barred: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._misses: OrderedDict[bytes, _Miss] = OrderedDict()
         self._pending: OrderedDict[bytes, _Lookup] = OrderedDict()  # by first key, in order of their deadlines
@@ -183,13 +184,22 @@ class KeyLookups:
         """Whether the value was stored when it was looked at last, however long ago."""
         return key in self._known
 
-    def add(self, keys: Sequence[bytes]) -> None:
-        """These values are stored now, and sound: they were saved or loaded."""
+    def add(self, keys: Sequence[bytes], ends_at: int = 0) -> None:
+        """These values are stored now, and sound: they were saved or loaded. `ends_at`: unix time; 0: they stay."""
         with self._changed:
             if self._barred:
                 for key in keys:
                     self._barred.pop(key, None)
             self._add(keys)
+            if ends_at:
+                self._ends.update(dict.fromkeys(keys, ends_at))
+                while len(self._ends) > MAX_KNOWN_KEYS:
+                    self._ends.popitem(last=False)
+
+    def ended(self, keys: Sequence[bytes], by: float) -> list[bytes]:
+        """Values known to end by a unix time: a store that knows nothing of ends may still have them."""
+        with self._changed:
+            return [key for key in keys if self._ends.get(key, inf) <= by] if self._ends else []
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """A load did not find them."""

@@ -2,10 +2,11 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdkv.connectors.base import TransferKey
+from pdkv.connectors.store.between_tiers import BetweenTiers
 from pdkv.connectors.store.plan import StoreCut, StoreMetadata, Value
 from pdkv.connectors.transfer.lanes import Lane
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
@@ -42,13 +43,12 @@ class NearValues:
         self,
         store: KVStore,
         cut: StoreCut,
-        prefetch: Callable[[Sequence[Value], KVStore, float, KVTerms | None, Callable[[], None]], None],
+        between: BetweenTiers,
     ) -> None:
-        """`prefetch`: brings values into the first tier, until a deadline, on terms; calls what is given to it now and
-        then.
-        """
+        """`between`: nobody else's."""
         self._store = store
-        self._prefetch = prefetch
+        self._between = between
+        self._damaged: dict[TransferKey, int] = {}  # values that orders found and that were not what was saved
         self._cut = cut
         self.looks_ahead = store.look_ahead_bytes > 0
 
@@ -72,11 +72,18 @@ class NearValues:
         self._store.expect(self._keys_of(order.values))
         first, *others = self._store.parts().values()
         if others:
+            before = self._between.num_damaged
             try:
-                self._prefetch(order.values, first, job.started + MAX_AGE_S, order.kv_terms, job.check)
+                self._between.prefetch(order.values, first, job.started + MAX_AGE_S, order.kv_terms, job.check)
             except (StoreError, TransferTimeout) as error:
                 logger.debug("values of waiting requests stay where they are: %s", error)
+            finally:
+                self._damaged[job.key] = self._between.num_damaged - before
         return 0
+
+    def take_damaged(self, key: TransferKey) -> int:
+        """Values that an order which has ended found damaged."""
+        return self._damaged.pop(key, 0)
 
     def let_go(self, values: Sequence[Value]) -> int:
         """They are values like all others."""

@@ -19,10 +19,12 @@ class StoreNews:
     a window, nothing is told, since no chain of them begins with the prompt.
     """
 
-    def __init__(self, store: KVStore, cut: StoreCut) -> None:
+    def __init__(self, store: KVStore, cut: StoreCut, value_bytes: int = 0) -> None:
+        """`value_bytes`: of a whole value of the first group, as a rank stores it; 0: as its blocks have it."""
         self._size = cut.value_tokens[0]  # the same for engines of all block sizes, which a hit's end may not be
-        parts = _parts_of(store, self._size * cut.layout.token_bytes)
-        self._empty = TierEvents(store.medium, store.is_shared, self._size, parts=parts)
+        value_bytes = value_bytes or self._size * cut.layout.token_bytes
+        parts = _parts_of(store, value_bytes)
+        self._empty = TierEvents(store.medium, store.is_shared, self._size, parts=parts, value_bytes=value_bytes)
         self._is_told = not cut.windows[0]
         self._changes: dict[bytes, bool] = {}  # key -> whether it is there
         self._announced = False
@@ -58,8 +60,7 @@ class StoreNews:
 
 
 def _parts_of(store: KVStore, value_bytes: int) -> list[TierPart]:
-    """What the store consists of. `value_bytes`: of a value as a rank has it, which a codec may make smaller."""
+    """What the store consists of, and how many values of this engine each part has room for."""
     parts = store.parts()
-    capacities = [part.count_held().capacity // value_bytes for part in parts.values()]
-    names = parts if len(parts) > 1 else [""]
-    return [TierPart(name, capacity) for name, capacity in zip(names, capacities, strict=True)]
+    rooms = [None if (room := part.own_capacity) is None else room // value_bytes for part in parts.values()]
+    return [TierPart(name, room) for name, room in zip(parts if len(parts) > 1 else [""], rooms, strict=True)]

@@ -17,6 +17,7 @@ class LoadProgress:
     def __init__(self, load: StoreLoad, num_parts: int) -> None:
         self.num_damaged = 0
         self.num_expired = 0
+        self.ends_at = 0  # of the value that ends first
         self._load = load
         self._num_open = {(value.start, value.group): num_parts for value in load.values}
         self._gap = load.stop
@@ -34,10 +35,11 @@ class LoadProgress:
         """Whether the value is of use as far as is known."""
         return value.start < self._gap
 
-    def filled(self, value: Value) -> None:
-        """One part of the value is in its blocks."""
+    def filled(self, value: Value, ends_at: int = 0) -> None:
+        """One part of the value, which ends then, is in its blocks."""
         with self._lock:
             self._num_open[value.start, value.group] -= 1
+            self.ends_at = min(filter(None, (self.ends_at, ends_at)), default=0)
 
     def missed(self, values: Sequence[Value], num_damaged: int, num_expired: int = 0) -> None:
         """These are not to be had, some of them because they are not what was saved, or because their time is over."""

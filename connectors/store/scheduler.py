@@ -1,8 +1,9 @@
 """The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
 
+import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, compress, count
 from operator import attrgetter
 from sys import maxsize
@@ -55,6 +56,9 @@ from pdkv.wire.messages import CacheAnswer, CacheOrder, EngineCard, KVTerms, Tie
 SAVE_STEPS = 4
 """What decodes fill in so many steps is saved together: waking the saving threads costs more than a value."""
 
+ENDS_SOON_S = 10.0
+"""What ends within so long may be gone when a decode engine reads it."""
+
 MAX_SEEN = 4096
 """Waiting requests that are remembered, so that each is looked up ahead at most once."""
 
@@ -64,6 +68,7 @@ class _Batch(NamedTuple):
 
     values: list[Value]  # whole ones, which are stored when it has succeeded
     num_bytes: int
+    ends_at: int  # unix time, not after those that are written end; 0: they stay
 
 
 class _Loading(NamedTuple):
@@ -115,8 +120,11 @@ class StoreScheduler(SchedulerConnector):
         lookups: KeyLookups,
         news: StoreNews,
         look_ahead_bytes: int = 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`look_ahead_bytes`: of a rank's values that the store spares for waiting requests; 0: none."""
+        """`look_ahead_bytes`: of a rank's values that the store spares for waiting requests; 0: none. `clock`: unix
+        time, by which stored values end.
+        """
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,
             confirmed_tokens=cut.hit_tokens,
@@ -127,6 +135,7 @@ class StoreScheduler(SchedulerConnector):
         self.num_late_saves = 0  # values that were not written when they could have been: too much was under way
         self.num_failed_saves = 0  # batches
         self._options = options
+        self._unix_time = clock
         self._cut = cut
         self._block_size = config.layout.block_size
         layout = config.layout
@@ -310,7 +319,9 @@ class StoreScheduler(SchedulerConnector):
         if len(confirmed.block_tables[0]) * self._block_size < confirmed.stop:
             return None  # shown again after its end, without its blocks
         is_handoff = request.kv == "handoff"
-        new, check = self._split(self._values_to_save(confirmed), checks_all=is_handoff)
+        values = self._values_to_save(confirmed)
+        ended = self._ended(request, values)
+        new, check = self._split(values, ended, checks_all=is_handoff)
         tails = self._cut.tails(key, confirmed.stop) if confirmed.last else []
         if is_handoff:
             self._handoffs[key] = tails
@@ -318,7 +329,7 @@ class StoreScheduler(SchedulerConnector):
             new = self._fitting(key, new)
         if not (new or check or confirmed.last):
             return None
-        return self._make_save(confirmed, new, check, tails)
+        return self._make_save(confirmed, new, check, tails, ended)
 
     def _fitting(self, key: TransferKey, new: list[Value]) -> list[Value]:
         """As many as may be saved beside what is under way. The rest comes with what the request fills next, or never
@@ -339,15 +350,25 @@ class StoreScheduler(SchedulerConnector):
         keys = self._cut.whole_keys(confirmed.request.block_keys, confirmed.start, confirmed.stop)
         return all(self.lookups.are_known(keys))
 
-    def _split(self, values: list[Value], *, checks_all: bool) -> tuple[list[Value], list[Value]]:
-        """Those that were never seen in the store, and those that may be there and are to be looked for."""
+    def _ended(self, request: RequestView, values: Sequence[Value]) -> list[bytes]:
+        """Keys of those whose time is over, or will be before a hand-off is read: they are written anew."""
+        if request.kv_terms is None or request.kv_terms.ttl_s is None:
+            return []
+        return self.lookups.ended([value.key for value in values], self._unix_time() + ENDS_SOON_S)
+
+    def _split(
+        self, values: list[Value], ended: Collection[bytes], *, checks_all: bool
+    ) -> tuple[list[Value], list[Value]]:
+        """Those that were never seen in the store, or are over, and those to be looked for: they may be there."""
         keys = [value.key for value in values]
         if self._saving.isdisjoint(keys) and self.lookups.has_seen_none(keys):
             return values, []
         new: list[Value] = []
         check: list[Value] = []
         for value, is_known in zip(values, self.lookups.are_known(keys), strict=True):
-            if is_known or value.key in self._saving:
+            if value.key in ended and value.key not in self._saving:
+                new.append(value)
+            elif is_known or value.key in self._saving:
                 if checks_all:
                     check.append(value)
             elif self.lookups.was_known(value.key):
@@ -364,14 +385,21 @@ class StoreScheduler(SchedulerConnector):
         return values
 
     def _make_save(
-        self, confirmed: ConfirmedRange, new: list[Value], check: list[Value], tails: list[Value]
+        self,
+        confirmed: ConfirmedRange,
+        new: list[Value],
+        check: list[Value],
+        tails: list[Value],
+        ended: Collection[bytes],
     ) -> StoreSave:
         key = confirmed.request.transfer_key
         batch = (f"{key[0]}/save-{next(self._numbers)}", key[1])
         keys = [value.key for value in new]
         values = [*new, *tails]
         self._saving.update(keys)
-        self._batches[batch] = _Batch([*new, *check], self._num_bytes(values))
+        terms = confirmed.request.kv_terms
+        ends_at = 0 if terms is None or terms.ttl_s is None else int(self._unix_time() + terms.ttl_s)
+        self._batches[batch] = _Batch([*new, *check], self._num_bytes(values), ends_at)
         self._num_save_bytes += self._batches[batch].num_bytes
         return StoreSave(
             key=key if confirmed.request.kv == "handoff" else batch,
@@ -380,8 +408,8 @@ class StoreScheduler(SchedulerConnector):
             check=check,
             spans=[self._span(table, g, [*values, *check]) for g, table in enumerate(confirmed.block_tables)],
             last=confirmed.last,
-            replaced=self.lookups.barred(keys),
-            kv_terms=confirmed.request.kv_terms,
+            replaced=[*self.lookups.barred(keys), *ended],
+            kv_terms=terms,
         )
 
     def _span(self, table: Sequence[int], group: int, values: Sequence[Value]) -> BlockSpan:
@@ -475,15 +503,15 @@ class StoreScheduler(SchedulerConnector):
                 self._num_save_bytes -= batch.num_bytes
                 self._saving.difference_update(keys)
                 if ok:
-                    self.lookups.add(keys)
+                    self.lookups.add(keys, batch.ends_at)
                     self._news.stored(batch.values)
                 else:
                     self.num_failed_saves += 1
                     self.lookups.doubt(keys)  # cancelled ones, too: decode may have loaded what nobody reported yet
-        for key in results.finished_receiving:
+        for key, outcome in results.finished_receiving.items():
             loading = self._loading.pop(key, None)
             if loading is not None:
-                self.lookups.add([value.key for value in loading.values])
+                self.lookups.add([value.key for value in loading.values], outcome.ends_at)
                 self._news.stored(loading.values)
         for key, outcome in results.failed_receiving.items():
             loading = self._loading.pop(key, None)
@@ -497,7 +525,7 @@ class StoreScheduler(SchedulerConnector):
         stop = loading.start + outcome.num_tokens
         came = [value for value in loading.values if value.stop <= stop]
         others = [value for value in loading.values if value.stop > stop]
-        self.lookups.add([value.key for value in came])
+        self.lookups.add([value.key for value in came], outcome.ends_at)
         self.lookups.forget([value.key for value in others])
         self._news.stored(came)
         if outcome.code == KVNotFound.code:  # what is behind the first one may be there, and is of no use without it

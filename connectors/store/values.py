@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Literal, NamedTuple
 
 from pdkv.connectors.store.envelope import Check, Sealer
@@ -76,8 +77,6 @@ class SealedValues:
 
         Args:
             kv_terms: of whoever reads; copies that the store makes of what is read are in that owner's room.
-
-        Args:
             part: of the store, which alone is read, and loses what is damaged; None: all of them.
 
         Raises:
@@ -90,7 +89,7 @@ class SealedValues:
                 missed["damaged" if state == "whole" else state].append(slot)
         if not any(missed.values()):
             return Reading([], 0)
-        missing, num_misfits = self._look_again(missed, use, store, kv_terms)
+        missing, num_misfits = self._look_again(missed, use, part, kv_terms)
         num_damaged = len(missed["damaged"]) + num_misfits + self._num_found_by_store()
         self._tell(num_damaged)
         return Reading(missing, num_damaged, len(missed["expired"]))
@@ -108,41 +107,62 @@ class SealedValues:
             )
         self.meter.add(sum(slot.view.nbytes for slot, is_found in zip(slots, found, strict=True) if is_found))
         now = self._clock()
-        return [_state_of(check, now) if is_found else "absent" for is_found, check in zip(found, checks, strict=True)]
+        has_end = kv_terms is not None and kv_terms.ttl_s is not None
+        return [
+            _state_of(check, now, has_end=has_end) if is_found else "absent"
+            for is_found, check in zip(found, checks, strict=True)
+        ]
+
+    def end_of(self, slot: Slot) -> int:
+        """The end of a value that is whole in its slot, as unix time; 0: it has none."""
+        return self._sealer.check(slot.key, slot.view).expires_at
 
     def kept_on(self, slots: Sequence[Slot], kv_terms: KVTerms | None) -> Mapping[bytes, Terms]:
         """The terms of values that are whole in their slots: the ends that they have, in this owner's room."""
         owner, quota = (0, None) if kv_terms is None else (kv_terms.owner, kv_terms.quota_bytes)
-        ends = {slot.key: self._sealer.check(slot.key, slot.view).expires_at for slot in slots}
+        ends = {slot.key: self.end_of(slot) for slot in slots}
         return {key: Terms(end, owner, quota) for key, end in ends.items() if end or owner}
 
     def _look_again(
         self,
         missed: Mapping[State, list[Slot]],
         use: Callable[[Slot], None],
-        store: KVStore,
+        part: KVStore | None,
         kv_terms: KVTerms | None,
     ) -> tuple[list[Slot], int]:
-        """What is missing for good, and how many values of another size were in the way. What nobody may use is
-        deleted.
+        """Part by part, so that a bad value in a fast one neither hides a sound one behind it nor takes it along: what
+        nobody may use is deleted where it is.
+
+        Returns:
+            What is missing for good, and how many of the values that seemed absent were of another size.
         """
-        damaged, absent, expired = missed["damaged"], missed["absent"], missed["expired"]
-        misfits: list[Slot] = []
-        good: set[bytes] = set()
-        try:
-            there = store.contains([slot.key for slot in absent]) if absent else []
-            misfits = [slot for slot, is_there in zip(absent, there, strict=True) if is_there]
-            suspects = [*damaged, *misfits]
-            if suspects:
-                for slot, state in zip(suspects, self._read(suspects, store, kv_terms), strict=True):
-                    if state == "whole" and _is_used(slot, use):
-                        good.add(slot.key)
-            if suspects or expired:
-                store.delete([slot.key for slot in (*suspects, *expired) if slot.key not in good])
-        except StoreError as error:  # what nobody may use is a miss all the same
-            logger.debug("damaged or expired values stay in the store: %s", error)
-        missing = [slot for slot in (*damaged, *absent, *expired) if slot.key not in good]
-        return missing, sum(slot.key not in good for slot in misfits)
+        left = {slot.key: slot for slot in (*missed["damaged"], *missed["absent"], *missed["expired"])}
+        misfits = set[bytes]()
+        absent = {slot.key for slot in missed["absent"]}
+        for each in self.store.parts().values() if part is None else [part]:
+            try:
+                good, bad = self._sift(list(left.values()), use, each, kv_terms)
+                misfits |= absent.intersection(bad)
+                for key in good:
+                    del left[key]
+                if bad:
+                    self.store.forget(bad)
+                    each.delete(bad)
+            except StoreError as error:  # what nobody may use is a miss all the same
+                logger.debug("damaged or expired values stay in a part of the store: %s", error)
+        return list(left.values()), len(misfits.intersection(left))
+
+    def _sift(
+        self, slots: Sequence[Slot], use: Callable[[Slot], None], part: KVStore, kv_terms: KVTerms | None
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Of what a part has: keys of values that were used, and of those that nobody may use."""
+        found = list(compress(slots, part.contains([slot.key for slot in slots]))) if slots else []
+        good = [
+            slot.key
+            for slot, state in zip(found, self._read(found, part, kv_terms) if found else (), strict=True)
+            if state == "whole" and _is_used(slot, use)
+        ]
+        return good, [slot.key for slot in found if slot.key not in good]
 
     def _num_found_by_store(self) -> int:
         """Values that the store itself has found damaged, and called misses, since this was asked last."""
@@ -164,10 +184,12 @@ class SealedValues:
         )  # fmt: skip
 
 
-def _state_of(check: Check, now: float) -> State:
-    """Of a value that was there."""
+def _state_of(check: Check, now: float, *, has_end: bool) -> State:
+    """Of a value that was there. `has_end`: one without an end is an older engine's, which knows nothing of ends."""
     if not check.is_whole():
         return "damaged"
+    if not check.expires_at:
+        return "expired" if has_end else "whole"
     return "expired" if Terms(check.expires_at).are_over(now) else "whole"
 
 

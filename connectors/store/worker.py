@@ -112,7 +112,7 @@ class StoreWorker(TransferWorker):
         self._coder = coder
         self._clock = ComputeClock()
         self._hidden = HiddenTime(self._clock)
-        self._near = NearValues(values.store, cut, BetweenTiers(values, self._each_buffer).prefetch)
+        self._near = NearValues(values.store, cut, BetweenTiers(values, self._each_buffer))
         self._pace = Pace()
         self._wake = notify
         self._block_size = config.layout.block_size
@@ -263,8 +263,7 @@ class StoreWorker(TransferWorker):
     def get_stats(self) -> Stats:
         num_bytes, seconds = self._values.meter.total
         read = ConnectorStats(read_bytes=num_bytes, read_seconds=seconds)
-        parts = (self._hidden.stats, read, self._orders.stats)
-        own = sum_stats([super().get_stats(), *({"": part} for part in parts)])
+        own = sum_stats([super().get_stats(), *({"": each} for each in (self._hidden.stats, read, self._orders.stats))])
         return {**own, **stats_of_tiers(self._values.store.count_tiers())}
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
@@ -317,7 +316,7 @@ class StoreWorker(TransferWorker):
             nonlocal num_bytes
             order.after.wait(job.remaining_s())
             self._fill_blocks(job, load, slot)
-            progress.filled(slot.value)
+            progress.filled(slot.value, 0 if load.kv_terms is None else self._values.end_of(slot))
             num_bytes += slot.data.nbytes
 
         try:
@@ -387,14 +386,20 @@ class StoreWorker(TransferWorker):
             self._pool.scatter(units, part, images[first : first + units.size * unit_bytes])
 
     def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
-        """A load with a gap has failed; how far it came is told."""
-        progress = self._progress.pop(transfer.key, None) if transfer.direction == "receive" else None
+        """A load with a gap has failed; how far it came is told, and what was damaged."""
+        if transfer.direction == "send":
+            return outcome._replace(num_damaged=self._near.take_damaged(transfer.key))
+        progress = self._progress.pop(transfer.key, None)
         if progress is None:
             return outcome
         code = outcome.code or progress.code
         num_tokens = progress.num_tokens if code else 0
         return outcome._replace(
-            code=code, num_tokens=num_tokens, num_damaged=progress.num_damaged, num_expired=progress.num_expired
+            code=code,
+            num_tokens=num_tokens,
+            num_damaged=progress.num_damaged,
+            num_expired=progress.num_expired,
+            ends_at=progress.ends_at,
         )
 
     def _write(self, job: Job, order: _Write) -> int:

@@ -19,6 +19,7 @@ class _Pending:
         self.num_tokens = maxsize  # where no rank failed
         self.num_damaged = 0
         self.num_expired = 0
+        self.ends_at = 0
         self.notes: tuple[bytes, ...] = ()
 
     def add(self, rank: int, outcome: TransferOutcome, *, failed: bool) -> None:
@@ -31,6 +32,7 @@ class _Pending:
         self.seconds = max(self.seconds, outcome.seconds)
         self.num_damaged += outcome.num_damaged
         self.num_expired += outcome.num_expired
+        self.ends_at = min(filter(None, (self.ends_at, outcome.ends_at)), default=0)
         self.notes += outcome.notes
 
     @property
@@ -38,7 +40,14 @@ class _Pending:
         """The outcome of all ranks together."""
         num_tokens = self.num_tokens if self.failed else 0
         return TransferOutcome(
-            self.code, self.num_bytes, self.seconds, num_tokens, self.num_damaged, self.notes, self.num_expired
+            self.code,
+            self.num_bytes,
+            self.seconds,
+            num_tokens,
+            self.num_damaged,
+            self.notes,
+            self.num_expired,
+            self.ends_at,
         )
 
 

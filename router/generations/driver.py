@@ -43,7 +43,9 @@ TIMER_SLACK_S = 0.01
 """By so much may the event loop's clock be ahead of the dispatcher's."""
 
 CACHE_MISSES = (KVNotFound.code, StaleGeneration.code)
-"""How a loan ends whose KV was evicted meanwhile: nothing is wrong with the two engines."""
+"""How a load ends whose KV was evicted meanwhile, from a lender's cache or a store: nothing is wrong with the two
+engines.
+"""
 
 TELLING_TIMEOUT_S = 5.0
 """A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
@@ -202,10 +204,10 @@ class Driver:
     def _note_load(self, flow: RequestFlow, reader: str, loaded: Loaded, now: float) -> None:
         """A KV load ended: the pair's breaker hears of it, unless its source is gone, which says it all."""
         source, is_loan = flow.source_of(reader), reader != flow.route.decode
-        is_telling = (
-            self.fleet.is_ready(source) and loaded.code not in CACHE_MISSES if is_loan else not flow.prefill_gone
-        )
-        if is_telling:
+        is_gone = not self.fleet.is_ready(source) if is_loan else flow.prefill_gone
+        card = self.fleet.engines[reader].card
+        may_be_evicted = is_loan or (card is not None and card.kind == "store")
+        if not is_gone and not (may_be_evicted and loaded.code in CACHE_MISSES):
             self.fleet.pairs.loaded(source, reader, loaded.ok, now)
         if is_loan and loaded.ok:
             self.counters.loans["ok"] += 1

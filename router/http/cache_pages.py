@@ -1,8 +1,8 @@
 """POST /admin/cache/…: what engines and tiers hold of a prompt, and what shall go, stay, or be elsewhere."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
@@ -39,6 +39,9 @@ MAX_BODY_BYTES = 8 << 20
 MAX_TIMEOUT_S = 300.0
 
 MAX_TTL_S = 1e9
+
+MOVE_GRACE_S = 30.0
+"""So much later than its deadline a move has ended on every engine: a store's calls have deadlines of their own."""
 
 ACTIONS: tuple[CacheAction, ...] = get_args(CacheAction)
 
@@ -85,7 +88,7 @@ class CachePages:
         self._dispatcher = dispatcher
         self._model = model
         self._keys = keys
-        self._is_moving = False
+        self._next_move_at = 0.0
 
     def describe(self) -> dict[str, Any]:
         """What pools and tiers hold and gave (engines/cache_view.py), JSON-ready."""
@@ -127,27 +130,26 @@ class CachePages:
         if action == "prefetch" and body.tier == POOL:
             await self._load(engines[0].name, order, tokens, self._salt_of(body))
             order = msgspec.structs.replace(order, action="lookup")
-        with self._one_move_at_a_time(order):
-            answers = await self._dispatcher.cache_orders.ask([engine.name for engine in engines], order)
+        answers = await self._ask([engine.name for engine in engines], order)
         _check_answers(order, answers)
         told: dict[str, Any] = {"prompt_tokens": num_tokens} if keys is not None else {}
         if body.return_keys:
             told["keys"] = [key.hex() for key in keys or ()]
         return told | {"engines": [_describe(engine, answers[engine.name]) for engine in engines]}
 
-    @contextmanager
-    def _one_move_at_a_time(self, order: CacheOrder) -> Iterator[None]:
-        """Of two in opposite directions, on two engines, each could remove the value that the other one relies on."""
+    async def _ask(self, names: Sequence[str], order: CacheOrder) -> Mapping[str, CacheAnswer]:
+        """What each engine answers. One move at a time: of two in opposite directions, on two engines, each could
+        remove the value that the other one relies on. One that is late, or given up, may still be at it.
+        """
         if order.action != "move":
-            yield
-            return
-        if self._is_moving:
+            return await self._dispatcher.cache_orders.ask(names, order)
+        if time.monotonic() < self._next_move_at:
             raise InvalidRequest("a move is under way: one at a time was expected", status=409)
-        self._is_moving = True
-        try:
-            yield
-        finally:
-            self._is_moving = False
+        self._next_move_at = time.monotonic() + order.timeout_s + MOVE_GRACE_S
+        answers = await self._dispatcher.cache_orders.ask(names, order)
+        if not any(tier.code == LateTier.code for answer in answers.values() for tier in answer.tiers):
+            self._next_move_at = 0.0
+        return answers
 
     async def _load(self, name: str, order: CacheOrder, tokens: list[int] | None, salt: str) -> None:
         """Let an engine's own blocks have what tiers have of a prompt: it runs that and one token more."""

@@ -51,7 +51,7 @@ _CONNECTOR_COUNTERS = {
     "fallbacks": "Loads that another connector took over when this one's failed.",
     "tier_hits": "Values that were read from this tier of a store.",
     "tier_failures": "Calls of this tier that failed, or that it was spared after a failure.",
-    "read_bytes": "Values that were found in a store, or in this tier of one.",
+    "read_bytes": "Bytes of values that were found in a store, or in this tier of one.",
     "read_seconds": "Seconds in which a rank was reading there.",
     "damaged_values": "Stored values that were not what had been saved.",
     "corrupted_transfers": "KV transfers that failed because what arrived was not what the peer had.",

@@ -141,7 +141,7 @@ class Holdings:
 
     def _tier_load_s(self, engine: str, reach: Reach, own: int) -> float | None:
         """Seconds in which the engine loads what the tier has behind the first `own` tokens; None: not known."""
-        value_bytes = reach.tokens_per_value * self._card_of(engine).layout.token_bytes
+        value_bytes = reach.value_bytes or reach.tokens_per_value * self._card_of(engine).layout.token_bytes
         seconds = 0.0
         for part, num_values in reach.values_behind(own):
             byte_s = self._fleet.speeds.byte_s(part)

@@ -4,7 +4,7 @@ Kept from what engines say (TierEvents), as hints: what is wrong here costs a lo
 of keys, each standing for the end of so many tokens; a match is a walk along the prompt's own keys, from end to end.
 
 A tier may consist of several stores, the fastest first, which keep the values used last. Evictions are not told, so a
-value is taken to be in the first part that has room for all that was told since.
+value is taken to be in the first part that has room for all other values that came to it since.
 """
 
 from collections import OrderedDict
@@ -32,6 +32,7 @@ class Reach(NamedTuple):
 
     engines: Collection[str]  # that reach it
     tokens_per_value: int
+    value_bytes: int  # that a rank reads for a value; 0: not known
     num_values: int
     runs: Sequence[tuple[str, int]]  # where values are read, and how many in a row: a name of LoadReport.connectors
 
@@ -57,21 +58,26 @@ class _Tier:
         self.owner = owner  # the only engine that reaches it; empty: whoever names it
         self.tokens_per_key = tokens_per_key
         self.engines: dict[str, Sequence[TierPart]] = {}  # what each says that it consists of
-        self.keys: OrderedDict[bytes, int] = OrderedDict()  # how many were told before each
-        self._num_told = 0
+        self.value_bytes = 0
+        self.keys: OrderedDict[bytes, int] = OrderedDict()  # how many had come to the first part before each
+        self._num_come = 0
         self.parts: list[TierPart] = []  # with the capacities of all engines
 
     def apply(self, engine: str, events: TierEvents) -> None:
         keys = self.keys
         for key in events.removed:
             keys.pop(key, None)
+        room = self.parts[0].capacity if self.parts else None
         for key in events.stored:
-            keys[key] = self._num_told
+            told = keys.get(key)
+            if told is None or (room is not None and self._num_come - told > room):
+                self._num_come += 1  # else it is there already, and is the one used last now
+            keys[key] = self._num_come
             keys.move_to_end(key)
-            self._num_told += 1
         most = MAX_OWN_KEYS if self.owner else MAX_SHARED_KEYS
         while len(keys) > most:
             keys.popitem(last=False)
+        self.value_bytes = events.value_bytes
         if self.engines.get(engine) != events.parts:
             self.engines[engine] = events.parts
             self._add_up()
@@ -81,26 +87,29 @@ class _Tier:
             self._add_up()
 
     def _add_up(self) -> None:
-        """What one engine has no bound for, nobody has."""
-        told = [part for parts in self.engines.values() for part in parts]
-        capacities: dict[str, list[int]] = {}
-        for part in told:
-            capacities.setdefault(part.name, []).append(part.capacity)
-        self.parts = [TierPart(name, sum(each) if all(each) else 0) for name, each in capacities.items()]
+        """What one engine knows no bound of has none."""
+        rooms: dict[str, list[int | None]] = {}
+        for part in (part for parts in self.engines.values() for part in parts):
+            rooms.setdefault(part.name, []).append(part.capacity)
+        known = {name: [room for room in each if room is not None] for name, each in rooms.items()}
+        self.parts = [TierPart(n, sum(known[n]) if len(known[n]) == len(each) else None) for n, each in rooms.items()]
 
     def match(self, keys: Sequence[bytes]) -> Reach:
         known, step = self.keys, self.tokens_per_key // HASH_BLOCK_SIZE
         told = list(takewhile(lambda number: number is not None, map(known.get, keys[step - 1 :: step])))
-        parts = groupby(self._part_of(self._num_told - number) for number in told if number is not None)
-        runs = [(part, sum(1 for _ in values)) for part, values in parts]
-        return Reach(self.engines, self.tokens_per_key, len(told), runs)
+        if len(self.parts) < 2:
+            runs = [(self._part_of(0), len(told))]
+        else:
+            parts = groupby(self._part_of(self._num_come - number) for number in told if number is not None)
+            runs = [(part, sum(1 for _ in values)) for part, values in parts]
+        return Reach(self.engines, self.tokens_per_key, self.value_bytes, len(told), runs)
 
     def _part_of(self, num_since: int) -> str:
-        """Where a value is that was told before `num_since` others."""
+        """Where a value is if so many others have come to the first part since."""
         name = ""
         for part in self.parts:
             name = part.name
-            if not part.capacity or num_since <= part.capacity:
+            if part.capacity is None or num_since < part.capacity:
                 break
         return name
 

@@ -28,6 +28,7 @@ from pdkv.connectors.transfer.digest import PoolDigests
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.kernels import streams
 from pdkv.kernels.digest import Digests
+from pdkv.wire.messages import KVTerms
 
 HOST = streams.HOST
 GATHERED = {"mode": "pull", "path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1"}
@@ -83,9 +84,9 @@ def test_a_stores_checksums_are_of_what_has_been_copied(monkeypatch: pytest.Monk
     kv, blocks, seen = random_kv(128), scattered(128, 16), list[bytes]()
     put = SealedValues.put
 
-    def sees(values: SealedValues, slots: Sequence[Slot]) -> None:
+    def sees(values: SealedValues, slots: Sequence[Slot], terms: KVTerms | None) -> None:
         seen.extend(slot.body.tobytes() for slot in slots)
-        put(values, slots)
+        put(values, slots, terms)
 
     monkeypatch.setattr(SealedValues, "put", sees)
 

@@ -1,9 +1,12 @@
 """Object stores: what their servers have no part in."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
+from store_servers import s3_server
 
 from pdkv.errors import StoreUnavailable
 
@@ -39,3 +42,33 @@ def test_a_call_that_is_queued_when_the_store_is_closed_ends() -> None:
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert errors == ["closed"]
+
+
+def test_a_process_ends_though_a_thread_of_obstore_is_still_handing_over_a_result() -> None:
+    """Held up there on purpose, into the interpreter's end, which is made to take longer: there that thread would be
+    ended inside Rust, and the process by SIGABRT.
+    """
+    script = """if True:
+        import asyncio, sys, threading, time
+        from pdkv.kv_store.registry import open_store
+
+        wake_up = asyncio.SelectorEventLoop._write_to_self
+        is_held_up = threading.Event()
+
+        def wake_up_late(loop):
+            wake_up(loop)
+            if isinstance(threading.current_thread(), threading._DummyThread):
+                is_held_up.set()
+                time.sleep(0.2)
+
+        class EndsLate:
+            def __del__(self, sleep=time.sleep):
+                sleep(1)
+
+        sys.ends_late = EndsLate()
+        asyncio.SelectorEventLoop._write_to_self = wake_up_late
+        print(open_store(sys.argv[1]).contains([b"k"]), is_held_up.is_set())
+    """
+    with s3_server() as url:
+        ran = subprocess.run([sys.executable, "-P", "-c", script, url], stdout=subprocess.PIPE, text=True)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["[False]", "True"])

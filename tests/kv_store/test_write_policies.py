@@ -10,7 +10,7 @@ from traffic import wait_until_true
 from pdkv.errors import StoreTimeout, StoreUnavailable
 from pdkv.kv_store import backfill
 from pdkv.kv_store.backfill import COLD_SHARE
-from pdkv.kv_store.base import Buffer, Item, Sized
+from pdkv.kv_store.base import Item, Sized
 from pdkv.kv_store.host_segment import LAST_END, PAGE_BYTES
 from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore
@@ -29,7 +29,7 @@ class LowerTier(MemoryStore):
     """Memory that tells when something was put or deleted, and that can be held up and refuse."""
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__("lower")
         self.changed = threading.Condition()
         self.may_put = threading.Event()
         self.may_put.set()
@@ -39,7 +39,7 @@ class LowerTier(MemoryStore):
         self.num_deletes = 0
         self.terms: dict[bytes, Terms] = {}  # on which values came
 
-    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+    def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         self.putting.set()
         assert self.may_put.wait(WAIT_S)
         with self.changed:
@@ -47,11 +47,8 @@ class LowerTier(MemoryStore):
             self.changed.notify_all()
             if self.fails:
                 raise StoreUnavailable("not now")
-            super().put(items)
-
-    def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        self.terms.update(terms)
-        super().put_on_terms(items, terms)
+            self.terms.update(terms)
+            super().put_on_terms(items, terms)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with self.changed:

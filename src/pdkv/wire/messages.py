@@ -544,7 +544,7 @@ class TierPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """One of the stores that a tier consists of."""
 
     name: Text  # in LoadReport.connectors, behind the connector's name; empty: the tier is this store alone
-    capacity: Count = 0  # keys told last that it has, of this engine's; 0: it is not known to evict any
+    capacity: Count | None = None  # keys of this engine's that it has room for; None: it is not known to evict any
 
     def under(self, name: str) -> "TierPart":
         """The same as a part of `name`."""
@@ -564,6 +564,7 @@ class TierEvents(Message, frozen=True):
     removed: BlockKeys = []
     stored: BlockKeys = []
     parts: Annotated[list[TierPart], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # fastest first; empty: not known
+    value_bytes: Count = 0  # that a rank reads for a key; 0: not known
 
     def under(self, name: str) -> "TierEvents":
         """The same of a tier that is a part of `name`."""

@@ -77,6 +77,21 @@ def test_a_waiting_requests_values_are_loaded_from_host_memory(
     assert (stats[""].saves, stats[""].failed_saves, stats[""].loads) == (0, 0, 1)
 
 
+def test_damage_that_looking_ahead_finds_is_counted(
+    host: HostStore, store: FaultyStore, engine: Engine, make: MakeEngine
+) -> None:
+    fill_lower_tier(make, 0, 1)
+    request = waiting(0)
+    first = engine.scheduler._cut.whole_values(request.block_keys, 0, 64)[0].key + engine.scheduler._cut.suffixes[0]
+    store.inner._shelf._values[first][100] ^= 1
+    [key] = step_until_ordered(engine, request)
+    assert engine.wait(key).num_damaged == 1
+    assert engine.worker.get_stats()[""].damaged_values == 1
+    assert not store.inner.contains([first])[0], "the next save puts a sound one in its place"
+    [key] = step_until_ordered(engine, waiting(1))
+    assert engine.wait(key).num_damaged == 0
+
+
 def test_it_is_spared_while_it_waits_and_no_longer(host: HostStore, engine: Engine, make: MakeEngine) -> None:
     fill_lower_tier(make, 0)
     request = waiting(0)

@@ -31,7 +31,9 @@ def ends(num_tokens: int, salt: str = "0") -> list[bytes]:
 
 def test_the_first_call_says_that_there_is_a_store(make: MakeEngine) -> None:
     engine = make()
-    assert list(engine.scheduler.take_events()) == [TierEvents("store", True, 64, parts=[TierPart("")])]
+    assert list(engine.scheduler.take_events()) == [
+        TierEvents("store", True, 64, parts=[TierPart("")], value_bytes=64 * engine.layout.token_bytes)
+    ]
     assert list(engine.scheduler.take_events()) == []
 
 
@@ -127,7 +129,8 @@ def test_engines_of_unequal_blocks_name_the_same_ends(make: MakeEngine) -> None:
     groups = (KVGroup((0, 1)), KVGroup((2,), 40))
     small, large = (make(f"e{size}", block_size=size, groups=groups, tokens_per_value="16") for size in (16, 32))
     assert [engine.connectors[0].cut.hit_tokens for engine in (small, large)] == [16, 32]
-    told_first = [TierEvents("store", True, 16, parts=[TierPart("")])]
+    value_bytes = 16 * small.layout.token_bytes
+    told_first = [TierEvents("store", True, 16, parts=[TierPart("")], value_bytes=value_bytes)]
     assert list(small.scheduler.take_events()) == list(large.scheduler.take_events()) == told_first
 
 
@@ -140,12 +143,13 @@ def test_stores_say_what_they_lie_on_and_whether_others_reach_it() -> None:
 
 def test_what_a_store_consists_of_is_told_with_the_room_that_each_part_has(tmp_path: Path) -> None:
     host = HostStore(tmp_path / "kv", StoreOptions(capacity=1 << 20))
-    with closing(Engine(TieredStore([host, MemoryStore()]))) as engine:
+    with closing(Engine(TieredStore([host, FileStore(tmp_path / "files")]))) as engine:
         [events] = engine.scheduler.take_events()
-        room = host.count_held().capacity // (64 * engine.layout.token_bytes)
+        value_bytes = 64 * engine.layout.token_bytes
+    room = host.count_held().capacity // value_bytes
     assert room > 0
-    assert events.parts == [TierPart("0-host", room), TierPart("1-memory")]
-    assert events.under("1-store").parts == [TierPart("1-store/0-host", room), TierPart("1-store/1-memory")]
+    assert events.parts == [TierPart("0-host", room), TierPart("1-file")]
+    assert events.under("1-store").parts == [TierPart("1-store/0-host", room), TierPart("1-store/1-file")]
     assert TierEvents("store", True, 64, parts=[TierPart("")]).under("1-store").parts == [TierPart("1-store")]
 
 
@@ -160,3 +164,17 @@ def test_reads_of_each_part_are_measured_and_named_as_the_parts_are() -> None:
     assert stats["0-memory"].read_bytes == stats[""].read_bytes > 0
     assert 0 < stats["0-memory"].read_seconds <= stats[""].read_seconds
     assert not stats["1-memory"].read_bytes
+
+
+def test_the_size_of_what_is_read_is_that_of_what_is_stored(make: MakeEngine) -> None:
+    """A codec makes it smaller; a rank reads all parts of a value."""
+    for options in ({"codec": "fp8"}, {"codec": "fp8", "layer_groups": "3"}, {}):
+        writer, reader = make("p", **options), make("o", **options)
+        [events] = reader.scheduler.take_events()
+        prefill(writer, 128, transfer_id=f"{options}")
+        request = view("u", num_tokens=129, salt="0")
+        assert reader.ask(request) == 128
+        assert not reader.load(request, scattered(128, 16), 128).code
+        read_bytes = reader.worker.get_stats()[""].read_bytes
+        envelopes = 0 if options else 2 * 64
+        assert read_bytes == 2 * events.value_bytes + envelopes

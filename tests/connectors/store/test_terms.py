@@ -354,7 +354,7 @@ def test_a_value_that_one_quota_has_no_room_for_fails_its_save_and_no_other(
             assert outcome.code == StoreFull.code
             assert engine.ask(asking(f"again-{number}", salt="small")) == 0
             if not number:
-                save(engine, kv_terms=KVTerms(owner=8, quota_bytes=1 << 30))
+                save(engine, kv_terms=KVTerms(owner=8, ttl_s=TTL_S, quota_bytes=1 << 30))
         assert loads_all(engine, kv)
     assert caplog.text.count("KV is not saved (store_full: host memory: ") == 1
 
@@ -410,7 +410,79 @@ def test_what_cannot_be_deleted_is_a_miss_all_the_same(make: MakeEngine, clock: 
         assert not loads_all(make(store), torch.empty(0))
 
 
+# --- several tiers and engines ----------------------------------------------------------------------------------------
+
+
+def test_a_value_that_is_over_in_a_near_tier_leaves_the_new_one_behind_it_alone(
+    make: MakeEngine, clock: Clock, tmp_path: Path
+) -> None:
+    """Files know nothing of ends. Each host has one for itself in front of the one that they share."""
+    first, second = (
+        make(TieredStore([open_store(f"file://{tmp_path}/{name}"), open_store(f"file://{tmp_path}/shared")]))
+        for name in "ab"
+    )
+    save(first)
+    assert loads_all(second, save(make(open_store(f"file://{tmp_path}/other"))))  # it has a copy of its own now
+    clock.now += TTL_S
+    assert not loads_all(first, torch.empty(0))
+    kv = save(first)
+    assert loads_all(second, kv)
+    assert loads_all(first, kv)
+
+
+@pytest.mark.parametrize("kind", ["file", "tiers", "host", "memory"])
+def test_what_a_hand_off_finds_in_the_pool_is_stored_anew_when_the_stored_value_is_over(
+    make: MakeEngine, clock: Clock, tmp_path: Path, kind: str
+) -> None:
+    """Decode reads what prefill says that it has stored."""
+    with made_here(kind, tmp_path, clock) as store:
+        prefill, decode = make(store), make(store)
+        prefill.scheduler.update_peers([decode.card()])
+        decode.scheduler.update_peers([prefill.card()])
+        kv, blocks = random_kv(NUM_TOKENS), scattered(NUM_TOKENS, 16)
+        prefill.fill(blocks, kv)
+        for number in range(3):
+            handoff = prefill.hand_off(asking(f"t{number}", kv="handoff"), blocks, NUM_TOKENS)
+            request = asking(f"t{number}", kv="await_peer", handoff=handoff, kv_ready=True)
+            assert decode.ask(request) == NUM_TOKENS
+            assert not decode.load(request, scattered(NUM_TOKENS, 16, start=7), NUM_TOKENS).code
+            clock.now += TTL_S
+
+
+def test_what_was_loaded_and_is_handed_off_after_its_end_is_stored_anew(
+    make: MakeEngine, clock: Clock, tmp_path: Path
+) -> None:
+    with made_here("file", tmp_path, clock) as store:
+        kv = save(make(store))
+        prefill, decode = make(store), make(store)
+        assert loads_all(prefill, kv)
+        clock.now += TTL_S
+        handoff = prefill.hand_off(asking("t", kv="handoff"), scattered(NUM_TOKENS, 16, start=7), NUM_TOKENS)
+        request = asking("t", kv="await_peer", handoff=handoff, kv_ready=True)
+        assert not decode.load(request, scattered(NUM_TOKENS, 16), decode.ask(request)).code
+
+
+def test_a_value_without_an_end_is_not_used_where_values_have_one(make: MakeEngine, clock: Clock) -> None:
+    """It is of an engine that is older than ends, and ignored the terms."""
+    with MemoryStore("older", clock=clock) as store:
+        kv = save(make(store), kv_terms=None)
+        assert not loads_all(make(store), kv)
+        assert store.contains(keys_of(make(store))) == [False] * NUM_VALUES
+
+
 # --- moves ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["host", "memory"])
+def test_a_memory_says_on_which_terms_it_keeps_values(clock: Clock, tmp_path: Path, kind: str) -> None:
+    with made_here(kind, tmp_path, clock) as store:
+        terms = {b"a": Terms(int(NOW) + 5, 7, 1 << 20), b"b": Terms(0, 8)}
+        store.put_on_terms([(key, memoryview(b"value")) for key in (b"a", b"b", b"c")], terms)
+        told = store.terms_of([b"a", b"b", b"c", b"d"])
+        assert told.keys() == terms.keys()
+        assert [(of.expires_at, of.owner) for of in told.values()] == [
+            (of.expires_at, of.owner) for of in terms.values()
+        ]
 
 
 def test_a_value_that_is_moved_keeps_its_end_and_its_owner(make: MakeEngine, clock: Clock, tmp_path: Path) -> None:

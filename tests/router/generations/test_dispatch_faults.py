@@ -294,6 +294,29 @@ def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_
     run(System(1, 1), body)
 
 
+@pytest.mark.parametrize(("kind", "code", "is_avoided"), [
+    ("store", "kv_not_found", False), ("store", "store_timeout", True), ("pull", "kv_not_found", True),
+])  # fmt: skip
+def test_what_a_store_no_longer_has_tells_nothing_of_the_pair(kind: str, code: str, is_avoided: bool) -> None:
+    """It was evicted, or its time was over."""
+
+    async def body(system: System) -> None:
+        decode = system.backends["decode-0"]
+        decode.held = True
+        generation = system.dispatcher.start(make_request())
+        await anext(generation)
+        while not generation.flow.awaits_kv:
+            await asyncio.sleep(0)
+        decode.say(Loaded(generation.request_id, 0, ok=False, code=code))
+        assert system.dispatcher.counters.load_failures == 1
+        fleet, now = system.dispatcher.fleet, system.dispatcher._clock()
+        assert bool(fleet.avoided_pairs(now)) is is_avoided
+        decode.release()
+        await collect(generation)
+
+    run(System(1, 1, kind=kind), body)
+
+
 def test_engines_are_looked_after_though_an_error_occurs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(system: System) -> None:
         looked_again = asyncio.Event()

@@ -1,8 +1,10 @@
 """POST /admin/cache/…: what engines are asked, what their answers become, and what is wrong with a body."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.cache_orders import CacheOrders
 from pdkv.router.engines.operations import Operations
+from pdkv.router.http import cache_pages
 from pdkv.router.http.admin import create_admin_app
 from pdkv.wire.messages import CacheAnswer, CacheOrder, Submit, TierAnswer
 
@@ -169,6 +172,22 @@ def test_one_move_is_under_way_at_a_time() -> None:
         assert (await operator.ask("move", back)).status == 200
 
     with_operator(check, answers)
+
+
+def test_behind_a_move_that_was_late_there_is_none_for_a_while() -> None:
+    """Its engine may still be at it."""
+
+    async def check(operator: Operator) -> None:
+        body = {"prompt": TEXT, "from": "host", "tier": "redis"}
+        assert (await operator.ask("move", body)).status == 504
+        assert (await operator.refusal("move", body))[0] == 409
+        with pytest.MonkeyPatch.context() as patch:
+            later = time.monotonic() + 10.0 + cache_pages.MOVE_GRACE_S
+            patch.setattr(cache_pages, "time", SimpleNamespace(monotonic=lambda: later))
+            assert (await operator.ask("move", body)).status == 504
+
+    late = TierAnswer("store/1-redis", code="transfer_timeout", problem="late")
+    with_operator(check, lambda name, order: [late])
 
 
 def test_the_salt_of_an_api_key_is_that_of_its_requests(tmp_path: Path) -> None:

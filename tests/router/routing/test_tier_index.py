@@ -141,8 +141,22 @@ def test_what_was_told_last_is_in_the_first_part_as_far_as_it_has_room() -> None
     assert parts_of(index) == ["redis"] * 3 + ["host"] * 4, "both engines' memory is read by both"
     index.apply("a", TierEvents("store", True, 64, stored=ENDS[:1], parts=[fast, slow]))
     assert parts_of(index) == ["host"] + ["redis"] * 3 + ["host"] * 3
+    index.apply("b", TierEvents("store", True, 64, parts=[TierPart("host", capacity=0), slow]))
+    assert parts_of(index) == ["host"] + ["redis"] * 5 + ["host"], "an engine that writes nothing there has no room"
     index.remove_engine("b")
     assert parts_of(index) == ["host"] + ["redis"] * 5 + ["host"]
+
+
+def test_what_is_used_again_takes_nobodys_place() -> None:
+    """Each load tells its values once more."""
+    index = index_of("a")
+    parts = [TierPart("host", capacity=6), TierPart("redis")]
+    index.apply("a", TierEvents("store", True, 64, stored=ENDS[:6], parts=parts))
+    for _ in range(10):
+        index.apply("a", TierEvents("store", True, 64, stored=ENDS[4:6], parts=parts))
+    assert parts_of(index) == ["host"] * 6
+    index.apply("a", TierEvents("store", True, 64, stored=[b"other"], parts=parts))
+    assert parts_of(index) == ["redis"] + ["host"] * 5
 
 
 def test_a_part_without_a_bound_has_everything() -> None:
