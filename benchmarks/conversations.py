@@ -5,11 +5,12 @@ Lengths are as in ShareGPT: short questions, longer answers, both log-normal.
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.client import Reply, complete
 from benchmarks.load import random_prompt
+from benchmarks.load import run as run_loop
 from benchmarks.servers import Server
 
 QUESTION, ANSWER = (40.0, 0.9), (90.0, 0.7)
@@ -60,8 +61,22 @@ def make_turns(seed: int, num_conversations: int, num_turns: int) -> list[list[T
     ]
 
 
-async def play_round(server: Server, conversations: Sequence[Conversation], at_once: int) -> list[float]:
-    """One turn of each, so many at a time; TTFT in seconds, in their order."""
+def play(servers: Mapping[str, Server], plan: Sequence[Sequence[Turn]], at_once: int = 2) -> dict[str, list[float]]:
+    """All conversations on each server, so many turns at a time; rounds of one turn each alternate between the servers.
+
+    Returns:
+        TTFT of each turn in seconds, by server.
+    """
+    talks = {name: [Conversation(turns) for turns in plan] for name in servers}
+    times: dict[str, list[float]] = {name: [] for name in servers}
+    for turn in range(len(plan[0])):
+        for name in sorted(servers, reverse=turn % 2 == 0):
+            times[name] += run_loop(_play_round(servers[name], talks[name], at_once))
+    return times
+
+
+async def _play_round(server: Server, conversations: Sequence[Conversation], at_once: int) -> list[float]:
+    """One turn of each; TTFT in seconds, in their order."""
     gate = asyncio.Semaphore(at_once)
 
     async def one(conversation: Conversation) -> float:

@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from statistics import mean
 
 from benchmarks import layerwise, s3_server
-from benchmarks.conversations import Conversation, make_turns, play_round
+from benchmarks.conversations import make_turns, play
 from benchmarks.layerwise import send_prompt
 from benchmarks.load import random_prompt
-from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
@@ -70,7 +69,6 @@ def run_turns(context: Context) -> list[Claim]:
     count, turns = (2, 2) if context.quick else (CONVERSATIONS, TURNS)
     plan = make_turns(1, count, turns)
     options = {"none": (), "host tier": ("--kv-host-memory", "4GiB", "--connector-config", "store.load=layerwise")}
-    times: dict[str, list[float]] = {name: [] for name in options}
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(
@@ -78,10 +76,7 @@ def run_turns(context: Context) -> list[Claim]:
             )
             for name, flags in options.items()
         }
-        talks = {name: [Conversation(each) for each in plan] for name in servers}
-        for turn in range(turns):
-            for name in sorted(servers, reverse=turn % 2 == 0):
-                times[name] += run_loop(play_round(servers[name], talks[name], at_once=2))
+        times = play(servers, plan)
     means = {name: mean(each) for name, each in times.items()}
     figures = {f"{name} ms": each * 1e3 for name, each in means.items()}
     title = f"mid, {count} conversations of {turns} turns, KV 4x the pool, mean TTFT with a host tier / without"

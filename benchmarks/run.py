@@ -23,6 +23,7 @@ from benchmarks import (
     host_gap,
     hosts,
     identity,
+    inside_vllm,
     interference,
     kv_codecs,
     kv_hierarchy,
@@ -80,6 +81,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kv_turns": kv_hierarchy.run_turns,
     "kv_look_ahead": look_ahead.run,
     "kv_busy_steps": busy_steps.run,
+    "kv_inside_vllm": inside_vllm.run,
     "swap": swap.run,
     "hosts": hosts.run,
     "sampler": sampler.run,
@@ -89,7 +91,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "structured": structured.run,
     "kv_codecs": kv_codecs.run,
 }
-NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny")
+NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny", "kv_inside_vllm")
 USES_PEER = (*NEEDS_PEER, "structured")
 
 

@@ -1,7 +1,7 @@
 """A bare Mooncake store: its own client in this process, batch_get_into of values as large as the connector's."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +11,10 @@ from pdkv.connector_kit.bench.bare import BareTransport
 from pdkv.errors import ConfigError
 
 
+_VALUES_PER_CALL = 256
+"""The client's queue over TCP refuses what is beyond 4,096, and then waits for a minute."""
+
+
 class MooncakeGet(BareTransport):
     """One copy of the bytes in the store; in pieces, one value for each. Memory is registered before the clock."""
 
@@ -18,10 +22,10 @@ class MooncakeGet(BareTransport):
         self._setup()
         self._names = [f"pdkv-bench-{os.getpid()}-{kind}" for kind in ("value", "piece")]
         for in_pieces in (False, True):
-            names, addresses, sizes = self._batch(in_pieces)
-            codes = self._client.batch_put_from(names, addresses, sizes)
-            if any(codes):
-                raise OSError(f"Mooncake did not take the values: {sorted(set(codes))}")
+            for names, addresses, sizes in self._batches(in_pieces):
+                codes = self._client.batch_put_from(names, addresses, sizes)
+                if any(codes):
+                    raise OSError(f"Mooncake did not take the values: {sorted(set(codes))}")
         return msgspec.msgpack.encode(self._names)
 
     def connect(self, address: bytes) -> None:
@@ -29,23 +33,27 @@ class MooncakeGet(BareTransport):
         self._names = msgspec.msgpack.decode(address, type=list[str])
 
     def fetch(self, in_pieces: bool, timeout_s: float) -> None:
-        names, addresses, sizes = self._batch(in_pieces)
-        if self._client.batch_get_into(names, addresses, sizes) != sizes:
-            raise EOFError("values are missing")
+        for names, addresses, sizes in self._batches(in_pieces):
+            if self._client.batch_get_into(names, addresses, sizes) != sizes:
+                raise EOFError("values are missing")
 
     def close(self) -> None:
         if self.spec.address is None:
             for in_pieces in (False, True):
-                self._client.batch_remove(self._batch(in_pieces)[0], True)
+                for names, _, _ in self._batches(in_pieces):
+                    self._client.batch_remove(names, True)
         self._client.unregister_buffer(self._memory.ctypes.data)
         self._client.close()
 
-    def _batch(self, in_pieces: bool) -> tuple[Sequence[str], Sequence[int], Sequence[int]]:
-        """Names, places in this turn's slot, and sizes."""
+    def _batches(self, in_pieces: bool) -> Iterator[tuple[list[str], list[int], list[int]]]:
+        """Names, places in this turn's slot, and sizes: a call each."""
         size = self.piece_bytes if in_pieces else min(self.spec.value_bytes, self.num_bytes)
-        count, base = self.num_bytes // size, self._memory.ctypes.data + (self.slot() if self.turn >= 0 else 0)
-        names = [f"{self._names[in_pieces]}-{number}" for number in range(count)]
-        return names, [base + number * size for number in range(count)], [size] * count
+        base = self._memory.ctypes.data + (self.slot() if self.turn >= 0 else 0)
+        count = self.num_bytes // size
+        for start in range(0, count, _VALUES_PER_CALL):
+            numbers = range(start, min(start + _VALUES_PER_CALL, count))
+            names = [f"{self._names[in_pieces]}-{number}" for number in numbers]
+            yield names, [base + number * size for number in numbers], [size] * len(numbers)
 
     def _setup(self) -> None:
         try:

@@ -1,0 +1,104 @@
+"""pdkv's host tier inside vLLM, beside LMCache's: one trace of conversations that overflow vLLM's own pool, on the CPU.
+
+vLLM's own OffloadingConnector takes no part: it refuses to run on a CPU. The virtual environment with vLLM also needs
+LMCache and pdkv: python -m benchmarks.peers install-tiers VENV
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from benchmarks.conversations import make_turns, play
+from benchmarks.models import find_model
+from benchmarks.peers import vllm
+from benchmarks.report import Claim, Context
+from benchmarks.servers import Server, get
+
+BLOCK, POOL_TOKENS = 32, 8192
+CHUNK = 256
+"""Tokens of a value: LMCache's default."""
+
+CONVERSATIONS, TURNS = 16, 16
+"""Of about 2,000 tokens in the end: four times the pool."""
+
+HOST_MEMORY_GIB = 4
+
+
+class _System(NamedTuple):
+    transfer: Mapping[str, Any] | None  # vLLM's --kv-transfer-config
+    environment: Mapping[str, str]
+
+
+def run(context: Context) -> list[Claim]:
+    """Mean TTFT with pdkv's host tier / with LMCache's, and / without one; rounds take turns."""
+    assert context.vllm is not None
+    count, turns = (2, 2) if context.quick else (CONVERSATIONS, TURNS)
+    model = find_model(context.models, "tiny" if context.quick else "mid")
+    plan = make_turns(1, count, turns)
+    with _servers(context.vllm, model) as servers:
+        times = play(servers, plan)
+        hits = {name: _external_share(server) for name, server in servers.items()}
+    means = {name: mean(each) for name, each in times.items()}
+    figures = {f"{name} ms": each * 1e3 for name, each in means.items()}
+    figures |= {f"{name} loaded share": share for name, share in hits.items()}
+    title = (
+        f"mid inside vLLM, {count} conversations of {turns} turns, KV 4x the pool, mean TTFT with pdkv's host tier / "
+    )
+    return [
+        Claim(title + other, means["pdkv"] / means[name], 1.0, "lower", figures)
+        for name, other in (("lmcache", "with LMCache's"), ("none", "without one"))
+    ]
+
+
+@contextmanager
+def _servers(folder: Path, model: Path) -> Iterator[dict[str, Server]]:
+    with ExitStack() as stack:
+        memory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdkv-bench-", dir="/dev/shm"))
+        url = f"host://{memory}/kv?capacity={HOST_MEMORY_GIB}GiB"
+        extra = {"connector": "store", "config": {"url": url, "tokens_per_value": str(CHUNK)}}
+        transfer = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        systems = {
+            "none": _System(None, {}),
+            "pdkv": _System(
+                transfer
+                | {
+                    "kv_connector": "PdkvConnector",
+                    "kv_connector_module_path": "pdkv.vllm.adapter",
+                    "kv_connector_extra_config": extra,
+                },
+                {},
+            ),
+            "lmcache": _System(
+                transfer | {"kv_connector": "LMCacheConnectorV1"},
+                {
+                    "LMCACHE_LOCAL_CPU": "True",
+                    "LMCACHE_MAX_LOCAL_CPU_SIZE": str(HOST_MEMORY_GIB),
+                    "LMCACHE_CHUNK_SIZE": str(CHUNK),
+                    "LMCACHE_TRACK_USAGE": "false",
+                },
+            ),
+        }
+        yield {name: stack.enter_context(_serving(folder, model, system)) for name, system in systems.items()}
+
+
+@contextmanager
+def _serving(folder: Path, model: Path, system: _System) -> Iterator[Server]:
+    options = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK)]
+    if system.transfer is not None:
+        options += ["--kv-transfer-config", json.dumps(system.transfer)]
+    with vllm(folder, model, cpus="0-1", options=options, environment=system.environment) as server:
+        yield server
+
+
+def _external_share(server: Server) -> float:
+    """Prompt tokens that came from below the pool, of all."""
+    counts = {"external_kv_transfer": 0.0}
+    for line in get(server.url + "/metrics").decode().splitlines():
+        if line.startswith("vllm:prompt_tokens_by_source_total{"):
+            source = line.partition('source="')[2].partition('"')[0]
+            counts[source] = counts.get(source, 0.0) + float(line.split()[-1])
+    return counts["external_kv_transfer"] / max(1.0, sum(counts.values()))
