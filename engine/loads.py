@@ -123,7 +123,10 @@ class Loads:
         for load in [x for x in self._external.loads.values() if x.deadline <= now and x.layerwise_step is None]:
             self._failed(load, _TIMED_OUT, transfer_ended=False)
         for request in [r for r in self._queues.waiting if self._lookup_deadline(r) <= now]:
-            self.fail_waiting(request, _TIMED_OUT)
+            if self._external.match(request, self._kv.find_hit(request).num_tokens).ask_again:
+                self.fail_waiting(request, _TIMED_OUT)
+            else:
+                request.asked_since = inf  # the answer came while steps were full
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a load or of a request that waits for a connector's answer."""

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
-from state_machine.standin_store import store_of
+from state_machine.standin_store import StandInStoreScheduler, store_of
 
 from pdkv.config import HandoffConfig
+from pdkv.connectors.base import ASK_AGAIN, MatchedTokens, RequestView
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
@@ -155,6 +156,32 @@ def test_a_hand_off_of_which_a_part_came_does_as_the_policy_says(load: str, poli
         assert first_token + output_of(messages, "a") == expected_tokens(PROMPT, 3)
         assert sources(messages) == SourceCounts(0, 13, 0, 20, 0)
     assert here._make_load().load_failures == 1
+    assert at_rest(here)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_answer_that_comes_while_steps_are_full_is_used(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a request then waits for its turn: only a connector that does not answer is given up."""
+    run_prompt(engine("there", "async"))
+    here = engine("here", "async", limits=SchedulerLimits(8, 4, kv_load_timeout_s=5.0))
+    match, num_asked = StandInStoreScheduler.get_num_new_matched_tokens, []
+
+    def answer_later(side: StandInStoreScheduler, request: RequestView, num_computed: int) -> MatchedTokens:
+        num_asked.append(request.request_id)
+        has_answer = answers and num_asked.count(request.request_id) > 1
+        return match(side, request, num_computed) if has_answer or request.request_id != "a" else ASK_AGAIN
+
+    monkeypatch.setattr(StandInStoreScheduler, "get_num_new_matched_tokens", answer_later)
+    here.handle("r", submit(PROMPT, max_tokens=3), 0.0)
+    here.step(0.0)
+    here.handle("r", submit(list(range(1, 25)), request_id="busy", max_tokens=1, priority=-1), 0.0)
+    here.step(0.0)
+    here.step(6.0)
+    assert num_asked.count("a") == 2
+    messages = run(here)
+    assert output_of(messages, "a") == expected_tokens(PROMPT, 3)
+    assert sum(m.sources.store for m in of_type(messages, Finished)) == (32 if answers else 0)
+    assert here._make_load().load_failures == (not answers)
     assert at_rest(here)
 
 

@@ -10,7 +10,6 @@ import msgspec
 from pdkv.connector_kit.bench.bare import BareTransport
 from pdkv.errors import ConfigError
 
-
 _VALUES_PER_CALL = 256
 """The client's queue over TCP refuses what is beyond 4,096, and then waits for a minute."""
 
