@@ -1,18 +1,20 @@
-"""What loads and saves cost the steps beside them: decodes of one engine while hits come in and saves leave.
+"""What loads and saves cost the steps beside them: an engine decodes while hits come in and saves leave.
 
-The engine is stepped here. Rounds take turns between steps with nothing else, steps while the KV of eight prompts is
-loaded, and steps while that of eight prompts is saved; steps that compute prompts do not count.
+The engine is stepped here, on one thread of two. Loads: rounds take turns between steps with nothing else, steps that
+compute a token behind a hit in the engine's own pool, and steps while the KV of eight prompts is loaded; these are
+compared with steps that computed as many tokens. Saves: the same prompts are computed beside the same streams by this
+engine and by one without a store.
 """
 
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
@@ -32,21 +34,27 @@ STREAM_LEN = 2000  # never reached
 LIMIT = 1.05
 WAIT_S = 120.0
 
-Beside = Literal["nothing", "loads", "saves"]
+
+class Step(NamedTuple):
+    """One step of an engine."""
+
+    num_tokens: int  # that it computed
+    seconds: float
+    is_loading: bool  # from before its beginning
 
 
 class BusyEngine:
-    """An aggregated engine over host memory; times of its steps by what went on beside them."""
+    """An aggregated engine over host memory, or over nothing."""
 
-    def __init__(self, model: Path, directory: str) -> None:
-        self.times: dict[Beside, list[float]] = {"nothing": [], "loads": [], "saves": []}
+    def __init__(self, model: Path, directory: str | None) -> None:
+        self.steps: list[Step] = []
         self.num_open = 0  # requests
         self._woken = threading.Event()
         self._rng = random.Random(5)
         self._number = 0
         config = EngineConfig(model=model, device="cpu", threads=1, kv_cache_memory=2 << 30, max_num_seqs=64)
-        options = {"url": f"host://{directory}/kv?capacity=4GiB", "max_save_bytes": "1GiB"}
-        handoff = HandoffConfig(connector="store", connector_config=options)
+        options = {"url": f"host://{directory}/kv?capacity=4GiB"}
+        handoff = None if directory is None else HandoffConfig(connector="store", connector_config=options)
         self.core: EngineCore = build_engine(config, handoff, name="busy", epoch="1", notify=self._woken.set)
         self.core.router_joined("r", "1")
 
@@ -79,12 +87,11 @@ class BusyEngine:
             self.step()
 
     def step(self) -> None:
-        """One step; its time counts where it computes a token of each stream and nothing else."""
+        """One step."""
         if self._woken.is_set():
             self._woken.clear()
             self.core.wake()
-        external = self.core.external
-        beside: Beside = "loads" if external.loads else "nothing" if external.is_idle else "saves"
+        is_loading = bool(self.core.external.loads)
         began = time.perf_counter()
         self.core.settle_finished()
         plan = self.core.plan_step(time.monotonic())
@@ -92,19 +99,34 @@ class BusyEngine:
         seconds = time.perf_counter() - began
         for _, messages in self.core.take_messages(time.monotonic()):
             self.num_open -= sum(isinstance(message, Finished) for message in messages)
-        if plan.num_tokens == len(plan.scheduled) == NUM_STREAMS:
-            self.times[beside].append(seconds)
+        if plan.num_tokens:
+            self.steps.append(Step(plan.num_tokens, seconds, is_loading))
 
     @property
     def has_streams_only(self) -> bool:
-        """Whether nothing else is under way."""
-        return self.num_open == NUM_STREAMS and self.core.external.is_idle
+        """Whether nothing else is under way: the last step drew a token of each stream."""
+        is_quiet = self.num_open == NUM_STREAMS and self.core.external.is_idle
+        return is_quiet and bool(self.steps) and self.steps[-1].num_tokens == NUM_STREAMS
+
+    def start_streams(self) -> None:
+        """Eight requests decode, and nothing else happens."""
+        self.steps.clear()
+        self.ask(self.prompts(STREAM_CONTEXT), STREAM_LEN)
+        self.run_until(lambda: self.has_streams_only)
+        self.steps.clear()
+
+    def end_streams(self) -> None:
+        """Nothing is left."""
+        for key in list(self.core.requests):
+            self.order(Abort(*key))
+        self.num_open = 0
+        self.run_until(lambda: self.core.external.is_idle)
 
 
 @contextmanager
-def _engine(model: Path) -> Iterator[BusyEngine]:
+def _engine(model: Path, *, has_store: bool) -> Iterator[BusyEngine]:
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-", dir="/dev/shm") as directory:
-        engine = BusyEngine(model, directory)
+        engine = BusyEngine(model, directory if has_store else None)
         try:
             yield engine
         finally:
@@ -112,43 +134,84 @@ def _engine(model: Path) -> Iterator[BusyEngine]:
 
 
 def run(context: Context) -> list[Claim]:
-    """Median step beside loads, and beside saves, over that beside nothing."""
-    size, rounds = ("tiny", 1) if context.quick else ("mid", 6)
+    """Median step beside loads / beside none; steps with prompts that are saved / that are not."""
+    size, rounds = ("tiny", 1) if context.quick else ("mid", 3)
     num_hit, num_saved = (512, 256) if context.quick else (HIT_TOKENS, SAVED_TOKENS)
-    with _engine(find_model(context.models, size)) as engine:
-        stored = [[*prompt, 7] for prompt in engine.prompts(num_hit)]  # a token is computed behind the hit
-        engine.ask(stored, 1)
-        engine.run_until(lambda: not engine.num_open and engine.core.external.is_idle)
-        for turn in range(rounds + 1):
-            if turn == 1:  # the first warms up
-                for times in engine.times.values():
-                    times.clear()
-            _play(engine, stored, num_saved)
-        quiet = median(engine.times["nothing"])
-        loaded, saved = f"{num_hit} tokens are loaded", f"{num_saved} tokens are saved"
-        claims = [(loaded, engine.times["loads"]), (saved, engine.times["saves"])]
-    if not all(times for _, times in claims):
-        raise RuntimeError(f"no step was beside them: {', '.join(what for what, times in claims if not times)}")
-    return [_claim(size, times, quiet, what) for what, times in claims]
+    model = find_model(context.models, size)
+    with _engine(model, has_store=True) as engine:
+        loads = _measure_loads(engine, num_hit, rounds)
+        with _engine(model, has_store=False) as other:
+            saves = _measure_saves(engine, other, num_saved, rounds)
+    beside = f"{size}, steps of {NUM_STREAMS} decodes"
+    return [
+        Claim(f"{beside} while {NUM_PROMPTS} x {num_hit} tokens are loaded / not", *loads),
+        Claim(f"{beside} and of {NUM_PROMPTS} x {num_saved} tokens that are saved / not", *saves),
+    ]
 
 
-def _play(engine: BusyEngine, stored: list[list[int]], num_saved: int) -> None:
-    """Streams, and beside them nothing, hits, nothing and saves."""
-    engine.ask(engine.prompts(STREAM_CONTEXT), STREAM_LEN)
-    engine.run_until(lambda: engine.has_streams_only)
-    for prompts in (stored, engine.prompts(num_saved)):
-        for _ in range(QUIET_STEPS):
-            engine.step()
+Found = tuple[float, float, Literal["lower"], dict[str, float]]
+
+
+def _measure_loads(engine: BusyEngine, num_tokens: int, rounds: int) -> Found:
+    stored = [[*prompt, 7] for prompt in engine.prompts(num_tokens)]  # a token is computed behind the hit
+    engine.ask(stored, 1)
+    engine.run_until(lambda: not engine.num_open and engine.core.external.is_idle)
+    alone: list[Step] = []
+    took: list[Step] = []
+    for turn in range(rounds + 1):
+        engine.start_streams()
+        for prompt in stored:
+            for _ in range(QUIET_STEPS // NUM_PROMPTS):
+                engine.step()
+            engine.ask([prompt], 1)
+            engine.run_until(lambda: engine.has_streams_only)
+        quiet = [step for step in engine.steps if not step.is_loading]
         engine.order(CacheOrder(order_id="forget", action="clear", tier="pool"))
-        engine.ask(prompts, 1)
+        engine.steps.clear()
+        engine.ask(stored, 1)
         engine.run_until(lambda: engine.has_streams_only)
-    for key in list(engine.core.requests):
-        engine.order(Abort(*key))
-    engine.num_open = 0
-    engine.run_until(lambda: engine.core.external.is_idle)
+        if turn:  # the first warms up
+            alone += quiet
+            took += [step for step in engine.steps if step.is_loading]
+        engine.end_streams()
+    normal = _normal(alone)
+    ratios = _ratios(took, normal)
+    figures = {"ms": median(step.seconds for step in took) * 1e3, "alone ms": normal[NUM_STREAMS] * 1e3}
+    return median(ratios), LIMIT, "lower", figures | {"steps": float(len(ratios))}
 
 
-def _claim(size: str, times: list[float], quiet_s: float, what: str) -> Claim:
-    figures = {"ms": median(times) * 1e3, "alone ms": quiet_s * 1e3, "steps": float(len(times))}
-    title = f"{size}, a step of {NUM_STREAMS} decodes while {NUM_PROMPTS} x {what} / beside nothing"
-    return Claim(title, median(times) / quiet_s, LIMIT, "lower", figures)
+def _measure_saves(engine: BusyEngine, other: BusyEngine, num_tokens: int, rounds: int) -> Found:
+    took: dict[BusyEngine, list[Step]] = {engine: [], other: []}
+    for turn in range(rounds + 1):
+        prompts = engine.prompts(num_tokens)
+        for each in (engine, other) if turn % 2 else (other, engine):
+            each.start_streams()
+            each.ask(prompts, 1)
+            each.run_until(lambda each=each: each.has_streams_only)
+            if turn:
+                took[each] += each.steps
+            each.end_streams()
+    ratios = _ratios(took[engine], _normal(took[other]))
+    sums = [sum(step.seconds for step in steps) for steps in took.values()]
+    figures = {"s": sums[0], "without s": sums[1], "steps": float(len(ratios))}
+    return median(ratios), LIMIT, "lower", figures
+
+
+def _normal(steps: Iterable[Step]) -> dict[int, float]:
+    """Seconds of a step, by the tokens that it computes."""
+    seconds: dict[int, list[float]] = {}
+    for step in steps:
+        seconds.setdefault(step.num_tokens, []).append(step.seconds)
+    return {num_tokens: median(each) for num_tokens, each in seconds.items()}
+
+
+def _ratios(steps: Sequence[Step], normal: Mapping[int, float]) -> list[float]:
+    """Each step's time, as a part of that of a normal one that computes as many tokens.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    ratios = [step.seconds / normal[step.num_tokens] for step in steps if step.num_tokens in normal]
+    if not ratios:
+        raise RuntimeError(f"no step of {len(steps)} could be compared")
+    return ratios

@@ -18,12 +18,12 @@ from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, get
 
-BLOCK, POOL_TOKENS = 32, 8192
+BLOCK, POOL_TOKENS = 32, 2816
 CHUNK = 256
 """Tokens of a value: LMCache's default."""
 
-CONVERSATIONS, TURNS = 16, 16
-"""Of about 2,000 tokens in the end: four times the pool."""
+CONVERSATIONS, TURNS = 8, 8
+"""11,720 tokens in the end: four times the pool."""
 
 HOST_MEMORY_GIB = 4
 
@@ -88,6 +88,7 @@ def _servers(folder: Path, model: Path) -> Iterator[dict[str, Server]]:
 @contextmanager
 def _serving(folder: Path, model: Path, system: _System) -> Iterator[Server]:
     options = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK)]
+    options += ["--max-model-len", str(POOL_TOKENS)]
     if system.transfer is not None:
         options += ["--kv-transfer-config", json.dumps(system.transfer)]
     with vllm(folder, model, cpus="0-1", options=options, environment=system.environment) as server:

@@ -4,7 +4,7 @@ Two deployments share a store. The first one computes prompts, the second one ha
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from benchmarks.client import Reply, complete
@@ -21,12 +21,15 @@ SUFFIX = 64
 FACTOR, SLACK_S = 1.15, 3e-3
 
 
-def run(context: Context, url: str, *, where: str = "the store", tokens: int = PREFIX) -> list[Claim]:
-    """One claim. `where`: what the store is called in it."""
+def run(
+    context: Context, url: str, *, where: str = "the store", tokens: int = PREFIX, cut: Mapping[str, str] | None = None
+) -> list[Claim]:
+    """One claim. `where`: what the store is called in it. `cut`: options of the store connector."""
+    cut = cut or {}
     prefix, rounds = (256, 2) if context.quick else (tokens, 7)
     model = find_model(context.models, "tiny" if context.quick else "mid")
     options = ("--threads", "2", "--kv-cache-memory", "1GiB", "--connector", "store")
-    options += ("--connector-config", f"url={url}", "load=layerwise")
+    options += ("--connector-config", f"url={url}", "load=layerwise", *(f"{k}={v}" for k, v in cut.items()))
     rng = random.Random(1)
     stored, local = [], []
     with (
@@ -42,7 +45,7 @@ def run(context: Context, url: str, *, where: str = "the store", tokens: int = P
             if turn:
                 stored.append(from_store.ttft)
                 local.append(from_pool.ttft)
-    plan = make_plan("store", options={"url": url}, layout="mid", tokens=[prefix])
+    plan = make_plan("store", options={"url": url, **cut}, layout="mid", tokens=[prefix])
     with open_setting(plan) as setting:
         bare = measure_bare(plan, setting, prefix, rounds)
     return [claim_of_hits(f"{prefix} tokens in {where}", stored, local, bare)]

@@ -27,12 +27,19 @@ def model(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """Makes kv_connector_extra_config for a connector."""
+    """Makes kv_connector_extra_config for a connector, or for host memory before files."""
 
     def make(connector: str) -> dict[str, Any]:
         others: dict[str, dict[str, Any]] = {
             "shared_storage": {"config": {"path": f"{tmp_path}/kv"}},
             "store": {"config": {"url": f"file://{tmp_path}/kv", "tokens_per_value": "64"}},
+            "host": {
+                "connector": "store",
+                "config": {
+                    "url": f"host://{tmp_path}/host?capacity=64MiB,file://{tmp_path}/kv",
+                    "tokens_per_value": "64",
+                },
+            },
             "shared_memory": {"peers_dir": f"{tmp_path}/peers", "staging_tokens": 8192},
         }
         return {"connector": connector, **others[connector]}
@@ -40,7 +47,7 @@ def configure(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     return make
 
 
-@pytest.mark.parametrize("connector", ["shared_storage", "shared_memory", "store"])
+@pytest.mark.parametrize("connector", ["shared_storage", "shared_memory", "store", "host"])
 def test_decode_computes_nothing_beyond_the_last_block(
     model: tuple[Path, list[Expected]],
     configure: Callable[[str], dict[str, Any]],
@@ -48,7 +55,7 @@ def test_decode_computes_nothing_beyond_the_last_block(
 ) -> None:
     """F8: what the producer computed the consumer loads. A block of less than `unit` tokens is computed there."""
     path, expected = model
-    unit = 64 if connector == "store" else BLOCK
+    unit = 64 if connector in ("store", "host") else BLOCK
     with vllm_pair(path, configure(connector)) as (producer, consumer):
         for e in expected:
             assert producer.complete(e.prompt, NUM_OUTPUT) == e.output
