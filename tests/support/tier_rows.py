@@ -25,7 +25,9 @@ RANKS = ((1, 1), (1, 2), (2, 1), (2, 2))
 MODELS = ("one group", "windows")
 
 HOST_VALUES = 48
-"""That an engine's host memory has room for where nothing is below it: less than half of those of the forty prompts."""
+"""That the host memory of all prefill engines has room for where nothing is below it: less than half of those of the
+forty prompts.
+"""
 
 UPPER_VALUES = 64
 """That the host memory of all engines has room for above a lower tier: about half of what they write."""
@@ -117,8 +119,8 @@ class TierRow(NamedTuple):
     def host_bytes(self) -> int:
         """Of each engine's host memory. Groups and head shards are values of their own."""
         num_parts = max(self.ranks) * (2 if self.model == "windows" else 1)
-        num_engines = 2 * int(self.topology[0])
-        num_values = HOST_VALUES if self.tiers == "host" else UPPER_VALUES // num_engines
+        count = int(self.topology[0])  # of prefill engines, and of decode engines
+        num_values = HOST_VALUES // count if self.tiers == "host" else UPPER_VALUES // (2 * count)
         return num_values * num_parts * _PAGE_BYTES
 
     @property
