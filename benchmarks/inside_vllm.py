@@ -18,7 +18,7 @@ from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, get
 
-BLOCK, POOL_TOKENS = 32, 2816
+BLOCK, POOL_TOKENS, MAX_LEN = 32, 2816, 2048
 CHUNK = 256
 """Tokens of a value: LMCache's default."""
 
@@ -88,7 +88,7 @@ def _servers(folder: Path, model: Path) -> Iterator[dict[str, Server]]:
 @contextmanager
 def _serving(folder: Path, model: Path, system: _System) -> Iterator[Server]:
     options = ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK)]
-    options += ["--max-model-len", str(POOL_TOKENS)]
+    options += ["--max-model-len", str(MAX_LEN)]
     if system.transfer is not None:
         options += ["--kv-transfer-config", json.dumps(system.transfer)]
     with vllm(folder, model, cpus="0-1", options=options, environment=system.environment) as server:
