@@ -1,7 +1,7 @@
 """pdkv's host tier inside vLLM, beside LMCache's: one trace of conversations that overflow vLLM's own pool, on the CPU.
 
 vLLM's own OffloadingConnector takes no part: it refuses to run on a CPU. The virtual environment with vLLM also needs
-LMCache and pdkv: python -m benchmarks.peers install-tiers VENV
+LMCache and pdkv: python -m benchmarks.peers install-tiers VENV. A run takes a quarter of an hour.
 """
 
 import json

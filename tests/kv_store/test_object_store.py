@@ -56,9 +56,11 @@ def test_a_process_ends_though_a_thread_of_obstore_is_still_handing_over_a_resul
         is_held_up = threading.Event()
 
         def wake_up_late(loop):
-            wake_up(loop)
-            if isinstance(threading.current_thread(), threading._DummyThread):
+            is_of_obstore = isinstance(threading.current_thread(), threading._DummyThread)
+            if is_of_obstore:
                 is_held_up.set()
+            wake_up(loop)
+            if is_of_obstore:
                 time.sleep(0.2)
 
         class EndsLate:

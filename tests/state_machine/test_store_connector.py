@@ -13,7 +13,7 @@ from state_machine.host import run_schedule
 from state_machine.real_model import RealModel
 from state_machine.store_world import StoreWorld
 
-NUM_SCHEDULES_PER_PAIR = 12
+NUM_SCHEDULES_PER_PAIR = 16
 
 PAIRS = [(order, load) for order in ("prefill_first", "decode_first") for load in ("async", "layerwise")]
 

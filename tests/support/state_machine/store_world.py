@@ -247,7 +247,10 @@ class StoreWorld(World):
             super().run()
             for engine in self.engines.values():
                 assert isinstance(engine.worker, StoreWorker)
-                assert not engine.worker._transfers, f"{engine.name}: transfers left"
+                assert not engine.worker.num_open_jobs, f"{engine.name}: jobs left"
+                news = engine.core.external._news  # what the next step tells: without tails an end is not urgent
+                left = {key for _, key in engine.worker._transfers} - {*news.finished, *news.aborted}
+                assert not left, f"{engine.name}: transfers left"
         finally:
             self.calls.close()
             for connector in self.connectors:
