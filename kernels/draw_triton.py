@@ -101,7 +101,7 @@ def _find(
 @jit(do_not_specialize=["first_row", "num_rows", "vocab_size"])
 def _begin_kernel(
     logits: tl.tensor,
-    params: tl.tensor,  # (5, rows) temperature, top_k, top_p, floor of min-p, uniform
+    table: tl.tensor,  # (5, rows) temperature, top_k, top_p, floor of min-p, uniform
     bests: tl.tensor,
     tokens: tl.tensor,
     first_row: tl.tensor,
@@ -132,18 +132,18 @@ def _begin_kernel(
         return
     tl.store(tokens + row, tl.full([], -1, tl.int64))
     tl.store(bests + row, best)
-    top_k = tl.load(params + num_rows + row)
+    top_k = tl.load(table + num_rows + row)
     if top_k > 0.0:
-        temperature = tl.load(params + row)
+        temperature = tl.load(table + row)
         last = _find(own, own, best, top_k, 0.0, 0.0, vocab_size, False, PIVOTS, TILE)
-        floor = params + 3 * num_rows + row
+        floor = table + 3 * num_rows + row
         tl.store(floor, tl.maximum(tl.load(floor), (last - best.to(tl.float64)) / temperature))
 
 
 @jit(do_not_specialize=["first_row", "num_rows", "vocab_size"])
 def _weigh_kernel(
     logits: tl.tensor,
-    params: tl.tensor,
+    table: tl.tensor,
     bests: tl.tensor,
     tokens: tl.tensor,
     weights: tl.tensor,  # (rows of this launch, vocab_size)
@@ -159,8 +159,8 @@ def _weigh_kernel(
         return
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row.to(tl.int64) * stride_row + at, mask=at < vocab_size, other=0.0).to(tl.float32)
-    scaled = (x.to(tl.float64) - tl.load(bests + row).to(tl.float64)) / tl.load(params + row)
-    weight = tl.where(scaled >= tl.load(params + 3 * num_rows + row), _exp(scaled), 0.0)
+    scaled = (x.to(tl.float64) - tl.load(bests + row).to(tl.float64)) / tl.load(table + row)
+    weight = tl.where(scaled >= tl.load(table + 3 * num_rows + row), _exp(scaled), 0.0)
     tl.store(weights + tl.program_id(0).to(tl.int64) * vocab_size + at, weight, mask=at < vocab_size)
 
 
@@ -186,7 +186,7 @@ def _units(
 @jit(do_not_specialize=["first_row", "num_rows", "vocab_size"])
 def _choose_kernel(
     logits: tl.tensor,
-    params: tl.tensor,
+    table: tl.tensor,
     bests: tl.tensor,
     tokens: tl.tensor,
     weights: tl.tensor,
@@ -206,11 +206,11 @@ def _choose_kernel(
         return
     own = logits + row.to(tl.int64) * stride_row
     weighed = weights + tl.program_id(0).to(tl.int64) * vocab_size
-    temperature = tl.load(params + row)
+    temperature = tl.load(table + row)
     best = tl.load(bests + row)
     top = best.to(tl.float64)
     floor = tl.full([], float("-inf"), tl.float64)
-    top_p = tl.load(params + 2 * num_rows + row)
+    top_p = tl.load(table + 2 * num_rows + row)
     if top_p < 1.0:
         high = tl.zeros([], tl.float64)
         low = tl.zeros([], tl.float64)
@@ -225,7 +225,7 @@ def _choose_kernel(
     for start in range(0, vocab_size, TILE):
         at = start + tl.arange(0, TILE)
         total += tl.sum(_units(own, weighed, at, top, temperature, floor, scale, vocab_size))
-    target = (tl.load(params + 4 * num_rows + row) * total.to(tl.float64)).to(tl.int64)
+    target = (tl.load(table + 4 * num_rows + row) * total.to(tl.float64)).to(tl.int64)
     before = tl.zeros([], tl.int64)
     token = tl.zeros([], tl.int64)
     for start in range(0, vocab_size, TILE):

@@ -6,6 +6,7 @@ Sources: online softmax, Dao et al., "FlashAttention", 2022; parts, Dao et al., 
 unified attention.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,11 @@ import triton.language as tl
 from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
 
 _MIN_DOT_SIZE = 16  # the matrix unit's smallest operand
-_PART = 512  # the fewest tokens of KV in a part: quarter of a MiB of a bfloat16 head of 128, long beside its start
+_PART = 128  # the fewest tokens of KV in a part
+_MAX_PART = 4096
+_PROGRAMS = 512  # four for each processor of an H100, which read KV at 0.9 of its bandwidth: parts grow for no more
 _MAX_PARTS_BYTES = 32 << 20  # for which parts grow: more than that would be read and written beside the KV
+_COMBINED = 16  # parts at once
 _NOT_SPECIALIZED = ["num_seqs", "window", "stride_table", "part_tokens", "num_parts"]  # they change with every step
 
 
@@ -37,10 +41,79 @@ def _find_sequence(
     return low - 1
 
 
+@jit()
+def _attend_tile(
+    best: tl.tensor,  # (TILE_ROWS,) each row's largest logit so far, in powers of two
+    total: tl.tensor,
+    result: tl.tensor,
+    spoiled: tl.tensor,
+    kv_start: tl.tensor,
+    kv_stop: tl.tensor,
+    query_tile: tl.tensor,
+    positions: tl.tensor,  # (TILE_ROWS,)
+    keys: tl.tensor,  # of the KV head
+    values: tl.tensor,
+    table: tl.tensor,  # the sequence's row
+    scale: tl.tensor,
+    window: tl.tensor,
+    stride_kv_block: tl.tensor,
+    stride_kv_token: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_PADDED: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,  # every row sees all of the tile
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """What the rows have after one more tile of KV."""
+    kv_positions = kv_start + tl.arange(0, TILE_KV)
+    dims = tl.arange(0, HEAD_SIZE_PADDED)
+    # FP8 becomes the queries' dtype, which holds all of its numbers; other KV has that dtype already.
+    dtype = query_tile.dtype
+    if WHOLE:
+        blocks = tl.load(table + kv_positions // BLOCK_SIZE)
+    else:
+        kv_mask = kv_positions < kv_stop
+        blocks = tl.load(table + kv_positions // BLOCK_SIZE, kv_mask, other=0)
+    rows = blocks.to(tl.int64) * stride_kv_block + (kv_positions % BLOCK_SIZE) * stride_kv_token
+    offsets = rows[:, None] + dims[None, :]
+    if WHOLE and HEAD_SIZE == HEAD_SIZE_PADDED:
+        key_tile = tl.load(keys + offsets).to(dtype)
+        value_tile = tl.load(values + offsets).to(dtype)
+    else:
+        load_mask = dims[None, :] < HEAD_SIZE
+        if not WHOLE:
+            load_mask = load_mask & kv_mask[:, None]
+        key_tile = tl.load(keys + offsets, mask=load_mask, other=0.0).to(dtype)
+        value_tile = tl.load(values + offsets, mask=load_mask, other=0.0).to(dtype)
+    logits = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale
+    if not WHOLE:
+        seen = kv_mask[None, :] & (kv_positions[None, :] <= positions[:, None])
+        if HAS_WINDOW:
+            seen = seen & (kv_positions[None, :] > positions[:, None] - window)
+        logits = tl.where(seen, logits, float("-inf"))
+        # A weight of 0 does not keep NaN or infinity from a row: they go to those that may see them by hand.
+        finite = tl.abs(value_tile.to(tl.float32)) < float("inf")
+        bad = tl.max(tl.where(finite, 0.0, 1.0), axis=1)
+        spoiled = tl.maximum(spoiled, tl.max(tl.where(seen, bad[None, :], 0.0), axis=1))
+        value_tile = tl.where(finite, value_tile, 0.0).to(value_tile.dtype)
+    # Without window and parts every row sees position 0 in its first tile: `new_best` is finite from then on.
+    new_best = tl.maximum(best, tl.max(logits, axis=1))
+    top = new_best
+    if not WHOLE and (HAS_WINDOW or IN_PARTS):  # a row may have seen nothing: its window begins further on, or it ended
+        top = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(logits - top[:, None])
+    correction = tl.exp2(best - top)
+    total = total * correction + tl.sum(weights, axis=1)
+    result = tl.dot(weights.to(dtype), value_tile, result * correction[:, None], input_precision="ieee")
+    return new_best, total, result, spoiled
+
+
 @jit(do_not_specialize=_NOT_SPECIALIZED)
 def _paged_attention_kernel(
     out: tl.tensor,  # (tokens, heads, head size); with parts float32 (tokens, parts, heads, head size), not divided yet
-    bests: tl.tensor,  # with parts (tokens, parts, heads): each row's largest logit
+    bests: tl.tensor,  # with parts (tokens, parts, heads): each row's largest logit, in powers of two
     totals: tl.tensor,  # and the sum of its weights
     q: tl.tensor,
     keys: tl.tensor,  # the layer's K of block 0
@@ -72,7 +145,7 @@ def _paged_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     IN_PARTS: tl.constexpr,  # or one program sees all of the KV
 ) -> None:
-    tile = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most: they begin first
     kv_head = tl.program_id(1)
     seq = _find_sequence(cu_seqlens_q, tile, num_seqs, TILE_QUERIES, 1)
     query_start = tl.load(cu_seqlens_q + seq)
@@ -110,45 +183,24 @@ def _paged_attention_kernel(
         kv_stop = tl.minimum(kv_stop, (part + 1) * part_tokens)
         if kv_begin >= kv_stop:
             return
-    for kv_start in range(kv_begin, kv_stop, TILE_KV):
-        kv_positions = kv_start + tl.arange(0, TILE_KV)
-        kv_mask = kv_positions < kv_stop
-        blocks = tl.load(block_tables + seq.to(tl.int64) * stride_table + kv_positions // BLOCK_SIZE, kv_mask, other=0)
-        offsets = (
-            blocks.to(tl.int64) * stride_kv_block
-            + kv_head * stride_kv_head
-            + (kv_positions % BLOCK_SIZE) * stride_kv_token
-        )
-        load_mask = kv_mask[:, None] & dim_mask[None, :]
-        # FP8 becomes the queries' dtype, which holds all of its numbers; other KV has that dtype already.
-        key_tile = tl.load(keys + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0).to(query_tile.dtype)
-        logits = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale
-        seen = kv_mask[None, :] & (kv_positions[None, :] <= positions[:, None])
-        if HAS_WINDOW:
-            seen = seen & (kv_positions[None, :] > positions[:, None] - window)
-        logits = tl.where(seen, logits, float("-inf"))
-        # Without window and parts every row sees position 0 in its first tile: `new_best` is finite from then on.
-        new_best = tl.maximum(best, tl.max(logits, axis=1))
-        top = new_best
-        if HAS_WINDOW or IN_PARTS:  # a row whose window begins further on, or which ends before, has seen nothing yet
-            top = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp(logits - top[:, None])
-        correction = tl.exp(best - top)
-        value_tile = tl.load(values + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0).to(query_tile.dtype)
-        # Whether some row may not see all of the tile.
-        partial = kv_start + TILE_KV > first_position + first_query + 1
-        if HAS_WINDOW:
-            partial = partial | (kv_start + window < kv_stop)
-        if partial:
-            # A weight of 0 does not keep NaN or infinity from a row: they go to those that may see them by hand.
-            finite = tl.abs(value_tile.to(tl.float32)) < float("inf")
-            bad = tl.max(tl.where(finite, 0.0, 1.0), axis=1)
-            spoiled = tl.maximum(spoiled, tl.max(tl.where(seen, bad[None, :], 0.0), axis=1))
-            value_tile = tl.where(finite, value_tile, 0.0).to(value_tile.dtype)
-        total = total * correction + tl.sum(weights, axis=1)
-        result = result * correction[:, None]
-        result += tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
-        best = new_best
+    keys += kv_head * stride_kv_head.to(tl.int64)
+    values += kv_head * stride_kv_head.to(tl.int64)
+    table = block_tables + seq.to(tl.int64) * stride_table
+    # Most tiles are seen whole by every row, and are computed without masks; some at either end of the KV are not.
+    whole_begin = kv_begin
+    if HAS_WINDOW:
+        unseen = first_position + first_query + TILE_QUERIES - window - kv_begin  # by the last query
+        whole_begin = tl.minimum(kv_begin + tl.cdiv(tl.maximum(unseen, 0), TILE_KV) * TILE_KV, kv_stop)
+    seen_by_all = tl.minimum(first_position + first_query + 1, kv_stop) - whole_begin
+    whole_stop = whole_begin + tl.maximum(seen_by_all, 0) // TILE_KV * TILE_KV
+    bounds = kv_begin, whole_begin, whole_stop, kv_stop
+    for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        for kv_start in range(bounds[phase], bounds[phase + 1], TILE_KV):
+            best, total, result, spoiled = _attend_tile(
+                best, total, result, spoiled, kv_start, kv_stop, query_tile, positions, keys, values, table, scale,
+                window, stride_kv_block, stride_kv_token, BLOCK_SIZE, HEAD_SIZE, HEAD_SIZE_PADDED, TILE_KV, HAS_WINDOW,
+                IN_PARTS, phase == 1,
+            )  # fmt: skip
     target = tokens * stride_out_token + part * stride_out_part + heads * stride_out_head
     if IN_PARTS:
         tl.store(bests + target // HEAD_SIZE, best, mask=row_mask)
@@ -173,36 +225,42 @@ def _combine_kernel(
     window: tl.tensor,
     num_parts: tl.tensor,  # for which there is room
     part_tokens: tl.tensor,
+    TILE_PARTS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ) -> None:
-    """The parts of one token's head that it may see, of which each has seen something."""
+    """The parts of one token's head that it may see, of which each has seen something; zeros for padding."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
+    dims = tl.arange(0, HEAD_SIZE_PADDED)
+    mask = dims < HEAD_SIZE
+    target = out + (token.to(tl.int64) * num_heads + head) * HEAD_SIZE + dims
     if token >= tl.load(cu_seqlens_q + num_seqs):
+        tl.store(target, tl.zeros([HEAD_SIZE_PADDED], out.dtype.element_ty), mask=mask)
         return
     seq = _find_sequence(cu_seqlens_q, token, num_seqs, 1, 0)
     position = tl.load(seq_lens + seq) - tl.load(cu_seqlens_q + seq + 1) + token
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(position + 1 - window, 0) // part_tokens
-    dims = tl.arange(0, HEAD_SIZE_PADDED)
-    mask = dims < HEAD_SIZE
     best = float("-inf")
     total = 0.0
     result = tl.zeros([HEAD_SIZE_PADDED], tl.float32)
-    for part in range(first, position // part_tokens + 1):
-        at = (token.to(tl.int64) * num_parts + part) * num_heads + head
-        part_best = tl.load(bests + at)
-        new_best = tl.maximum(best, part_best)
-        correction = tl.exp(best - new_best)
-        weight = tl.exp(part_best - new_best)
-        total = total * correction + tl.load(totals + at) * weight
-        result = result * correction + tl.load(parts + at * HEAD_SIZE + dims, mask=mask, other=0.0) * weight
+    for start in range(first, position // part_tokens + 1, TILE_PARTS):
+        some = start + tl.arange(0, TILE_PARTS)
+        seen = some <= position // part_tokens
+        at = (token.to(tl.int64) * num_parts + some) * num_heads + head
+        part_bests = tl.load(bests + at, mask=seen, other=float("-inf"))
+        new_best = tl.maximum(best, tl.max(part_bests, axis=0))
+        correction = tl.exp2(best - new_best)
+        weights = tl.exp2(part_bests - new_best)
+        total = total * correction + tl.sum(tl.load(totals + at, mask=seen, other=0.0) * weights, axis=0)
+        in_part = parts + at[:, None] * HEAD_SIZE + dims[None, :]
+        some_results = tl.load(in_part, mask=seen[:, None] & mask[None, :], other=0.0)
+        result = result * correction + tl.sum(some_results * weights[:, None], axis=0)
         best = new_best
-    target = out + (token.to(tl.int64) * num_heads + head) * HEAD_SIZE + dims
     tl.store(target, (result / total).to(out.dtype.element_ty), mask=mask)
 
 
@@ -211,19 +269,25 @@ class _Tiles(NamedTuple):
 
     rows: int  # of the matrix unit's operand: queries times the query heads of a KV head
     queries: int
+    kv: int  # tokens
     num_warps: int
+    num_stages: int
 
     @classmethod
     def of(cls, q: torch.Tensor, num_seqs: int, group_size: int) -> "_Tiles":
         """Small ones for decodes, which are bound by memory; large ones for prompts, which read the KV once per tile.
 
         128 rows are what two warp groups multiply at once, and of larger heads registers hold 64. In float32 the matrix
-        unit has no part in it: large tiles win little there, and take half a minute to compile.
+        unit has no part in it: large tiles win little there, and take half a minute to compile. Sizes of KV tiles and
+        numbers of stages (of which the block table's loads take one) are the fastest of those tried on an H100.
         """
         rows = max(_MIN_DOT_SIZE, triton.next_power_of_2(group_size))
         if q.dtype != torch.float32 and q.shape[0] * group_size > 2 * rows * num_seqs:
-            rows = max(rows, 64 if q.shape[2] > 128 else 128)
-        return cls(rows, rows // group_size, 8 if rows >= 128 else 4)
+            if q.shape[2] > 128:
+                return cls(64, 64 // group_size, 32, 4, 4)
+            rows = max(rows, 128)
+            return cls(rows, rows // group_size, 64, 8, 5)
+        return cls(rows, rows // group_size, 32, 8 if rows >= 128 else 4, 4)
 
 
 class _Parts(NamedTuple):
@@ -233,14 +297,18 @@ class _Parts(NamedTuple):
     tokens: int  # of each part
 
     @classmethod
-    def of(cls, num_elements: int, max_tokens: int) -> "_Parts":
-        """For an output of `num_elements` and sequences of at most `max_tokens`: as many as there is room for.
+    def of(cls, num_elements: int, max_tokens: int, num_programs: int) -> "_Parts":
+        """For an output of `num_elements`, and sequences of at most `max_tokens` that `num_programs` programs would
+        compute without being divided: small where those are few.
 
-        Where not even two fit, the queries are work enough without being divided.
+        Where there is room for the results of one part alone, the queries are work enough without being divided.
         """
         most = _MAX_PARTS_BYTES // (4 * num_elements)
-        tokens = _PART * -(-max_tokens // (_PART * most)) if most > 1 else max_tokens
-        return cls(-(-max_tokens // tokens), tokens)
+        if most <= 1:
+            return cls(1, max_tokens)
+        wanted = min(max(_PART, triton.next_power_of_2(triton.cdiv(max_tokens * num_programs, _PROGRAMS))), _MAX_PART)
+        tokens = max(wanted, _PART * triton.cdiv(max_tokens, _PART * most))
+        return cls(triton.cdiv(max_tokens, tokens), tokens)
 
 
 class _Results(NamedTuple):
@@ -276,13 +344,16 @@ def paged_attention_triton(
     """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     if q.stride(2) != 1 or kv_pool.stride(5) != 1 or block_tables.stride(1) != 1:
         raise ValueError("the innermost dimension of q, kv_pool and block_tables must be contiguous")
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     if q.shape[0] == 0 or seq_lens.shape[0] == 0:
-        return out
-    parts = _Parts.of(q.numel(), max(block_tables.shape[1] * kv_pool.shape[4], 1))
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+    num_programs = seq_lens.shape[0] * kv_pool.shape[3]
+    parts = _Parts.of(q.numel(), max(block_tables.shape[1] * kv_pool.shape[4], 1), num_programs)
+    make = torch.zeros_like if parts.num == 1 else torch.empty_like  # what combines parts writes padding, too
+    out = make(q, memory_format=torch.contiguous_format)
     results = _Results.of(out, parts.num)
     index = block_tables, seq_lens, cu_seqlens_q
-    _launch_attention(results, q, kv_pool, layer, *index, scale * kv_scales[0], kv_scales[1], window, parts)
+    scale *= kv_scales[0] * math.log2(math.e)  # powers of two are what a GPU computes
+    _launch_attention(results, q, kv_pool, layer, *index, scale, kv_scales[1], window, parts)
     if parts.num > 1:
         _launch_combine(out, results, seq_lens, cu_seqlens_q, window, parts)
     return out
@@ -328,9 +399,10 @@ def _launch_attention(
         GROUP_SIZE=group_size,
         TILE_QUERIES=tiles.queries,
         TILE_ROWS=tiles.rows,
-        TILE_KV=64 if head_size <= 128 else 32,
+        TILE_KV=tiles.kv,
         IN_PARTS=parts.num > 1,
         num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         **_sizes(head_size, window),
         **LAUNCH_OPTIONS,
     )
@@ -354,7 +426,8 @@ def _launch_combine(
         window or 0,
         parts.num,
         parts.tokens,
-        num_warps=1,
+        TILE_PARTS=_COMBINED,
+        num_warps=4,
         **_sizes(head_size, window),
         **LAUNCH_OPTIONS,
     )

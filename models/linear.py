@@ -23,7 +23,7 @@ class Linear(Protocol):
         """before(x) @ weight.T + bias."""
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        """before(x) @ weight.T + bias + residual; `residual` (n, out) is left as it is."""
+        """before(x) @ weight.T + bias + residual (n, out), which is the caller's no more: it may be overwritten."""
 
 
 class PlainLinear:
@@ -34,10 +34,19 @@ class PlainLinear:
         self._bias = bias
 
     def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        return F.linear(_after(before, x), self._weight, self._bias)
+        x = _after(before, x)
+        if _is_row(x):
+            return _linear_row(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self._bias)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        return F.linear(_after(before, x), self._weight, self._bias).add_(residual)
+        x = _after(before, x)
+        if _is_row(x):
+            return _linear_row(x, self._weight, self._bias, residual)
+        if _adds_in_place(x):
+            residual = residual if self._bias is None else residual.add_(self._bias)
+            return residual.addmm_(x, self._weight.t())
+        return F.linear(x, self._weight, self._bias).add_(residual)
 
 
 class PackedLinear:
@@ -70,6 +79,24 @@ class CompiledLinear:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
         return self._weight.multiply(x, residual, torch.get_num_threads(), None if before is None else before.fused)
+
+
+def _is_row(x: torch.Tensor) -> bool:
+    """Whether `_linear_row` is for it: a single row is bound by memory, which float32 on a GPU need not be."""
+    return x.is_cuda and len(x) == 1 and x.dtype != torch.float32
+
+
+def _adds_in_place(x: torch.Tensor) -> bool:
+    """Whether a product adds to memory that is there for no more than writing it: not on a CPU."""
+    return x.is_cuda
+
+
+def _linear_row(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    from pdkv.kernels.linear_row_triton import linear_row_triton
+
+    return linear_row_triton(x, weight, bias, residual)
 
 
 def _after(before: RowPass | None, x: torch.Tensor) -> torch.Tensor:

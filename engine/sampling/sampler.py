@@ -188,7 +188,9 @@ class SamplingState:
         asking = np.flatnonzero(rows["wants_logprobs"] & (tokens >= 0))
         if not asking.size:
             return {}
-        logprobs = token_logprobs(_select(logits, asking), tokens[asking], rows["num_logprobs"][asking])
+        logprobs = token_logprobs(
+            _select(logits, asking), tokens[asking], rows["num_logprobs"][asking], read=self._read
+        )
         return dict(zip(asking.tolist(), logprobs, strict=True))
 
     def queue_logprobs(

@@ -69,6 +69,7 @@ def test_parts_of_the_kv_are_combined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(paged_attention_module, "_PART", 64)
+    monkeypatch.setattr(paged_attention_module, "_COMBINED", 2)
     q, pool, *index = attention_inputs(IN_PARTS, heads, head_size, block_size, padding=3)
     q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
     result = paged_attention_triton(q, pool, 1, *index, scale=head_size**-0.5, window=window)
@@ -89,18 +90,22 @@ def test_where_many_parts_have_no_room_few_give_the_same(
     torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=2e-6)
 
 
-def test_parts_grow_where_there_is_no_room_for_many() -> None:
-    """By 32 MiB of float32 for all parts together, in tokens of 32 heads of 128."""
+def test_parts_are_small_where_programs_are_few_and_grow_where_there_is_no_room_for_many() -> None:
+    """By 32 MiB of float32 for all parts together, in tokens of 32 heads of 128, 8 of which have KV."""
+    cases = ((1, 1024), (1, 131072), (31, 131072), (64, 4096), (512, 131072), (512, 500), (1025, 131072))
     parts = {
-        (num_tokens, longest): tuple(paged_attention_module._Parts.of(num_tokens * 32 * 128, longest))
-        for num_tokens, longest in ((1, 131072), (31, 131072), (64, 4096), (512, 131072), (512, 500), (1025, 131072))
+        (num_tokens, longest): tuple(
+            paged_attention_module._Parts.of(num_tokens * 32 * 128, longest, num_programs=num_tokens * 8)
+        )
+        for num_tokens, longest in cases
     }
     assert parts == {
-        (1, 131072): (256, 512),
-        (31, 131072): (64, 2048),
-        (64, 4096): (8, 512),
+        (1, 1024): (8, 128),
+        (1, 131072): (64, 2048),
+        (31, 131072): (32, 4096),
+        (64, 4096): (1, 4096),
         (512, 131072): (4, 32768),
-        (512, 500): (1, 512),
+        (512, 500): (1, 4096),
         (1025, 131072): (1, 131072),
     }
 

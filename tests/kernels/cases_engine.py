@@ -11,7 +11,7 @@ from small_models import FEATURES
 
 from pdkv import LLM, SamplingParams
 from pdkv.engine.attention import select
-from pdkv.models import heads, loader, passes
+from pdkv.models import heads, linear, loader, passes
 
 
 @pytest.mark.usefixtures("in_triton")
@@ -30,6 +30,8 @@ def test_an_engine_over_the_kernels_says_what_transformers_says(
     monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
     for module in (heads, passes):
         monkeypatch.setattr(module, "by_triton", lambda _: True)
+    monkeypatch.setattr(linear, "_is_row", lambda x: len(x) == 1)
+    monkeypatch.setattr(linear, "_adds_in_place", lambda _: True)
     directory = hf_model(family, initializer_range=0.2, **FEATURES.get(family, {}))
     prompts = [list(range(3, 3 + length)) for length in (5, 21, 37)]
     prompts.append([*prompts[-1], 7, 9])

@@ -120,9 +120,9 @@ def test_digests(row_words: int, device: torch.device) -> None:
 )
 def test_pieces_go_from_pool_to_pool(rows: Rows, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(rows.row_bytes)
-    unit = rows.row_bytes
-    source = torch.randint(256, (12 * max(unit, 2880),), dtype=torch.uint8, generator=generator).to(device)
-    target = torch.zeros(6 * max(unit, 2880), dtype=torch.uint8, device=device)
+    unit = max(rows.row_bytes, rows.outer * rows.target_outer_stride)  # pieces do not overlap
+    source = torch.randint(256, (15 * unit,), dtype=torch.uint8, generator=generator).to(device)
+    target = torch.zeros(6 * unit, dtype=torch.uint8, device=device)
     to, start = (torch.tensor(ids, device=device) * unit for ids in ([5, 0, 2], [11, 7, 3]))
     expected = target.clone()
     copy_pieces_reference(expected, source, to, start, rows)

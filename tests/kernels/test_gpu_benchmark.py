@@ -31,6 +31,7 @@ WORK = [  # name, shape, unit, and what is done in a call: bytes read and writte
     ("scatter_blocks", "3 blocks x 1 layers x 2 heads", "GB/s", 2 * _LAYER),
     ("gather_blocks", "3 blocks x 2 layers x 1 heads", "GB/s", 2 * _LAYER),
     ("scatter_blocks", "3 blocks x 2 layers x 1 heads", "GB/s", 2 * _LAYER),
+    ("linear_row", "320 to 48", "GB/s", 48 * 320 * 4),
     ("linear_int4", "1 rows x 320 to 48", "GB/s", _INT4 + (320 + 48) * 4),
     ("linear_fp8", "1 rows x 320 to 48", "GB/s", _FP8 + (320 + 48) * 2),
     ("linear_int4", "5 rows x 320 to 48", "GB/s", _INT4 + 5 * (320 + 48) * 4),

@@ -53,25 +53,28 @@ def compile_for_gpu(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "stored", "head_size", "tile_rows", "num_warps", "has_window", "in_parts"),
+    ("dtype", "stored", "head_size", "num_queries", "has_window", "in_parts"),
     [
-        ("bf16", "bf16", 80, 16, 4, True, True),
-        ("bf16", "bf16", 128, 128, 8, True, False),
-        ("bf16", "bf16", 256, 64, 4, False, False),
-        ("fp32", "fp32", 128, 16, 4, True, True),
-        ("bf16", "fp8e4nv", 128, 16, 4, False, True),
-        ("bf16", "fp8e4nv", 128, 128, 8, True, False),
-        ("fp16", "fp8e4nv", 64, 16, 4, True, False),
-        ("fp32", "fp8e4nv", 64, 16, 4, False, False),
+        ("bf16", "bf16", 80, 1, True, True),
+        ("bf16", "bf16", 128, 64, True, False),
+        ("bf16", "bf16", 128, 64, True, True),
+        ("bf16", "bf16", 256, 64, False, False),
+        ("fp32", "fp32", 128, 1, True, True),
+        ("bf16", "fp8e4nv", 128, 1, False, True),
+        ("bf16", "fp8e4nv", 128, 64, True, False),
+        ("fp16", "fp8e4nv", 64, 1, True, False),
+        ("fp32", "fp8e4nv", 64, 64, False, False),
     ],
 )
 def test_attention_compiles_for_a_gpu(
     dtype: str,
     stored: str,
     head_size: int,
-    tile_rows: int,
-    num_warps: int,
+    num_queries: int,
     has_window: bool,
     in_parts: bool,
     tmp_path: Path,
@@ -79,20 +82,23 @@ def test_attention_compiles_for_a_gpu(
 ) -> None:
     """The interpreter accepts programs that the compiler refuses."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from pdkv.kernels.paged_attention_triton import _combine_kernel, _paged_attention_kernel
+    from pdkv.kernels.paged_attention_triton import _combine_kernel, _paged_attention_kernel, _Tiles
 
+    tiles = _Tiles.of(torch.empty(num_queries, 8, head_size, dtype=DTYPES[dtype], device="meta"), 1, 4)
     pointers = {"q": f"*{dtype}", "keys": f"*{stored}", "values": f"*{stored}"}
     pointers |= {"out": "*fp32" if in_parts else f"*{dtype}", "bests": "*fp32", "totals": "*fp32", "parts": "*fp32"}
     pointers |= {"block_tables": "*i32", "seq_lens": "*i32", "cu_seqlens_q": "*i32", "scale": "fp32", "v_scale": "fp32"}
     both = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": 1 << (head_size - 1).bit_length(), "HAS_WINDOW": has_window}
-    constants = both | {"BLOCK_SIZE": 16, "GROUP_SIZE": 4, "TILE_QUERIES": tile_rows // 4, "TILE_ROWS": tile_rows}
-    constants |= {"TILE_KV": 64 if head_size <= 128 else 32, "IN_PARTS": in_parts}
-    compiled = compile_for_gpu(_paged_attention_kernel, pointers, constants, num_warps=num_warps)
+    constants = both | {"BLOCK_SIZE": 16, "GROUP_SIZE": 4, "TILE_QUERIES": tiles.queries, "TILE_ROWS": tiles.rows}
+    constants |= {"TILE_KV": tiles.kv, "IN_PARTS": in_parts}
+    compiled = compile_for_gpu(
+        _paged_attention_kernel, pointers, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages
+    )
     assert compiled.metadata.shared <= MAX_SHARED_BYTES
     assert compiled.asm["cubin"]
     if in_parts:
         pointers["out"] = f"*{dtype}"
-        assert compile_for_gpu(_combine_kernel, pointers, both, num_warps=1).asm["cubin"]
+        assert compile_for_gpu(_combine_kernel, pointers, both | {"TILE_PARTS": 16}).asm["cubin"]
 
 
 @pytest.mark.parametrize(("stored", "computed"), [("bf16", "bf16"), ("fp8e4nv", "bf16"), ("fp8e4nv", "fp32")])
@@ -106,6 +112,32 @@ def test_write_kv_compiles_for_a_gpu(
     types |= {"slot_mapping": "*i64", "k_scale": "fp32", "v_scale": "fp32"}
     constants = {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 1024, "QUANTIZE": stored != computed}
     assert compile_for_gpu(_write_kv_kernel, types, constants).asm["cubin"]
+
+
+def test_launches_pass_each_argument_under_its_own_name() -> None:
+    """The launcher is code that Triton writes with names of its own, which an argument of that name would hide."""
+    import importlib
+    import inspect
+
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    import pdkv.kernels
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    kernels: dict[str, Any] = {}
+    for path in Path(pdkv.kernels.__path__[0]).glob("*_triton.py"):
+        module = importlib.import_module(f"pdkv.kernels.{path.stem}")
+        kernels |= {f"{path.stem}.{n}": k for n, k in vars(module).items() if isinstance(k, JITFunction)}
+    assert len(kernels) > 20
+    for name, kernel in kernels.items():
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        given = {parameter: number for number, parameter in enumerate(inspect.signature(bind).parameters, 2)}
+        given.pop("options", None)
+        bound, _, options = bind(**given, num_warps=4)
+        assert bound == given, name
+        assert options == {"num_warps": 4}, name
 
 
 @pytest.mark.parametrize("to_pool", [True, False])
@@ -159,7 +191,7 @@ def test_the_draw_compiles_for_a_gpu_as_it_is_written(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from pdkv.kernels import draw_triton
 
-    pointers = {"logits": f"*{dtype}", "params": "*fp64", "bests": "*fp32", "tokens": "*i64", "weights": "*fp64"}
+    pointers = {"logits": f"*{dtype}", "table": "*fp64", "bests": "*fp32", "tokens": "*i64", "weights": "*fp64"}
     pointers |= dict.fromkeys(("high_magic", "low_magic", "scale"), "fp32")
     code = {}
     for name in ("begin", "weigh", "choose"):
@@ -174,6 +206,22 @@ def test_the_draw_compiles_for_a_gpu_as_it_is_written(
     assert "mul.rn.f64" in code["weigh"]
     for constant in (1.26177193074810590878e-4, 2.27265548208155028766e-1, 2.52448340349684104192e-3):
         assert struct.pack(">d", constant).hex() in code["weigh"]
+
+
+@pytest.mark.parametrize("size", [4096, 1000])
+def test_a_layer_of_one_row_compiles_for_a_gpu(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into loads of 16 bytes each."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels import linear_row_triton as module
+
+    types = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
+    constants = {"SIZE": size, "HAS_BIAS": True, "HAS_RESIDUAL": True}
+    tile_inputs = min(module._TILE, 1 << (size - 1).bit_length())
+    constants |= {"TILE_OUTPUTS": module._TILE // tile_inputs, "TILE_INPUTS": tile_inputs}
+    compiled = compile_for_gpu(
+        module._linear_row_kernel, types, constants, num_warps=module._WARPS, aligned=(*types, "stride_weight")
+    )
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,16 @@ def test_layers_agree_with_float64(
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_on_a_gpu_a_layer_adds_to_the_residual(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_adds_in_place", lambda _: True)
+    x, weight, bias, residual = (torch.randn(*shape) for shape in ((7, 96), (160, 96), (160,), (7, 160)))
+    expected = x @ weight.T + residual + (bias if with_bias else 0.0)
+    added = PlainLinear(weight, bias if with_bias else None).add(x, residual)
+    torch.testing.assert_close(added, expected, rtol=1e-5, atol=1e-4)
+    assert added is residual
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7, 130])
 @pytest.mark.parametrize("choice", ["auto", "torch"])

@@ -44,7 +44,7 @@ def sample(
     """Run one batch, on the logits' device, whose i-th row is requests[i] in slots[i] of a fresh state."""
     slots = range(len(requests)) if slots is None else slots
     num_slots = max(slots) + 1
-    state = SamplingState(num_slots, logits.shape[1], eos)
+    state = SamplingState(num_slots, logits.shape[1], eos, read=_read)
     token_ids = np.full((num_slots, MAX_LEN), -1, np.int32)
     num_tokens = []
     for slot, new in zip(slots, requests, strict=True):
@@ -53,6 +53,10 @@ def sample(
         num_tokens.append(len(tokens))
         state.add(slot, new)
     return sample_from(state, logits, slots, token_ids, num_tokens, bitmask)
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+    return [tensor.cpu().numpy() for tensor in tensors]
 
 
 def sample_from(

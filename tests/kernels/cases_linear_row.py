@@ -1,0 +1,42 @@
+"""A linear layer of one row against torch in float64; run by test_triton.py, in a process of its own."""
+
+import pytest
+import torch
+from kernel_inputs import randn
+
+from pdkv.kernels import linear_row_triton as module
+from pdkv.kernels.linear_row_triton import linear_row_triton
+
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("added", [(), ("bias",), ("residual",), ("bias", "residual")], ids=str)
+@pytest.mark.parametrize(("outputs", "size"), [(64, 2048), (33, 1000), (3, 48)])
+def test_a_row_is_multiplied_and_what_is_given_is_added(
+    outputs: int, size: int, added: tuple[str, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight = (randn(*shape, dtype=dtype, device=device) for shape in ((1, size), (outputs, size)))
+    x *= size**-0.5
+    shapes = {"bias": (outputs,), "residual": (1, outputs)}
+    given = {name: randn(*shapes[name], dtype=dtype, device=device) for name in added}
+    expected = x.double() @ weight.double().T + sum(each.double() for each in given.values())
+    result = linear_row_triton(x, weight, **given)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def test_a_weight_may_be_a_part_of_another(device: torch.device) -> None:
+    x, weight = (randn(*shape, dtype=torch.float32, device=device) for shape in ((1, 40), (12, 64)))
+    torch.testing.assert_close(linear_row_triton(x, weight[:, :40]), x @ weight[:, :40].T, atol=1e-5, rtol=1e-5)
+
+
+def test_the_tiles_need_not_fit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TILE", 64)
+    x, weight = (randn(*shape, dtype=torch.float32, device=device) for shape in ((1, 200), (13, 200)))
+    torch.testing.assert_close(linear_row_triton(x, weight), x @ weight.T, atol=1e-4, rtol=1e-5)
+
+
+def test_several_rows_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"x \(2, 8\), weight \(4, 8\)"):
+        linear_row_triton(torch.zeros(2, 8, device=device), torch.zeros(4, 8, device=device))
