@@ -68,6 +68,8 @@ _ENVIRONMENT = {
     # Else an idle transport is armed, and anybody on the host can end the process: by an empty datagram to the socket
     # that wakes it.
     "UCX_ADAPTIVE_PROGRESS": "n",
+    # Else a GPU without NVLink is read through host memory, in pieces of 8 KiB that its owner's calls move along.
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
     "UCX_TCP_CONN_NB": "y",  # else to connect to a silent host holds the whole agent up, for minutes
     "NIXL_LOG_LEVEL": "FATAL",  # what fails is raised and counted here; NIXL would print each poll of a dead peer
     "UCX_LOG_LEVEL": "fatal",

@@ -9,6 +9,9 @@ from pdkv.connectors.transfer.planning import Ids
 POST_BYTES = 8 * 1024 * 1024
 """Of one post: between two of them a cancel, the deadline and a shutdown are seen."""
 
+DEVICE_POST_BYTES = 256 * 1024 * 1024
+"""Of one into a GPU's memory, which blocks nobody: the GPU would wait between two of them for somebody to look."""
+
 PIECE_BYTES = 24 * 1024
 """What a piece costs beside its bytes, in bytes: a call of the kernel."""
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from pdkv.connectors.arena.sources import PoolSource
-from pdkv.connectors.nixl.blocks import cut_pieces, expand_blocks
+from pdkv.connectors.nixl.blocks import DEVICE_POST_BYTES, POST_BYTES, cut_pieces, expand_blocks
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
 from pdkv.connectors.nixl.wire import RankBlob
@@ -136,7 +136,8 @@ class PoolReader:
         small = np.ones_like(starts, dtype=np.bool_) if endpoint.may_land_late else self._gate.choose(sizes)
         pool = endpoint.pool
         assert pool is not None
-        for at_source, here, num_bytes in cut_pieces(table[~small]):
+        limit = POST_BYTES if pool.kind == "DRAM" else DEVICE_POST_BYTES
+        for at_source, here, num_bytes in cut_pieces(table[~small], limit):
             job.check()
             with guard():
                 endpoint.read(job, blob, (pool, here), (blob.pool, at_source), num_bytes)

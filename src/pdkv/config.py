@@ -159,7 +159,7 @@ class HandoffConfig:
 
     connector: str = option(
         "shared_memory",
-        "KV connector by its registry name; where KV lies in GPU memory the default is nixl",
+        "KV connector by its registry name; where KV lies on several GPUs the default is nixl",
         metavar="NAME",
     )
     connector_config: Mapping[str, str] = option(

@@ -193,10 +193,15 @@ def test_the_defaults_are_the_dataclasses(tmp_path: Path) -> None:
     assert deployment("--prefill", "0").shape == "1 aggregated, connector shared_memory"
 
 
-def test_the_connector_by_default_is_one_that_reaches_the_kv() -> None:
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_connector_by_default_is_one_that_reaches_the_kv(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_launch, "count_cuda_devices", lambda: num_devices)
     assert deployment("--device", "cpu").handoff.connector == "shared_memory"
     assert deployment("--device", "cpu", "--decode-device", "cuda").handoff.connector == "nixl"
     assert deployment("--device", "cuda", "--connector", "p2p").handoff.connector == "p2p"
+    assert deployment("--device", "cuda").handoff.connector == ("shared_memory" if num_devices == 1 else "nixl")
+    assert deployment("--device", "cuda", "--devices", "1").handoff.connector == "shared_memory"
+    assert deployment("--device", "cuda", "--devices", "0,1").handoff.connector == "nixl"
 
 
 def test_connector_list_shows_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from pdkv.config import (
 )
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
+from pdkv.host.cuda_devices import count_cuda_devices
 from pdkv.launch.config import Deployment, LaunchConfig
 from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from pdkv.router.routing.policies import POLICIES
@@ -136,9 +137,18 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
 
 def build_handoff(values: Mapping[str, Any], engines: Sequence[EngineConfig]) -> HandoffConfig:
     """The hand-off between these engines. Raises ConfigError."""
-    if "connector" not in values and not all(config.in_host_memory for config in engines):
+    if "connector" not in values and not _share_memory(engines):
         values = {**values, "connector": "nixl"}
     return build(HandoffConfig, values)
+
+
+def _share_memory(engines: Sequence[EngineConfig]) -> bool:
+    """Whether all pools lie in host memory, or on one GPU, which processes map into each other."""
+    on_gpus = [config for config in engines if not config.in_host_memory]
+    if len(on_gpus) < len(engines):
+        return not on_gpus
+    devices = {number for config in on_gpus for number in config.device_numbers or range(count_cuda_devices())}
+    return len(devices) == 1
 
 
 def build_tiers(values: Mapping[str, Any]) -> TiersConfig:
