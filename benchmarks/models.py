@@ -6,12 +6,13 @@ At transformers' default initializer_range of 0.02 a random model repeats its la
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SEED = 0
+
+
+@contextlib.contextmanager
+def models_folder() -> Iterator[Path]:
+    """Where models are found again, if BENCH_MODELS names a directory, or one that goes."""
+    kept = os.environ.get("BENCH_MODELS")
+    with contextlib.nullcontext(kept) if kept else tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def find_model(folder: Path, size: str, device: str = "cpu") -> Path:

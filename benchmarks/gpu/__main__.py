@@ -62,21 +62,22 @@ def _run_parts(parts: Sequence[str], options: argparse.Namespace) -> int:
             all_met = False
             continue
         at, load, began = datetime.now(UTC).isoformat(timespec="seconds"), load_average(), time.monotonic()
-        claims, problem = _run_part(part, options, left_s)
-        seconds = round(time.monotonic() - began, 1)
-        print(show(part, claims) or f"{part}:", problem, f"({seconds:.0f} s)", flush=True)
+        claims: list[Claim] = []
+        problem = "FAILED: ended from outside"
+        try:
+            problem = _run_part(part, options, left_s, claims)
+        finally:
+            seconds = round(time.monotonic() - began, 1)
+            print(show(part, claims) or f"{part}:", problem, f"({seconds:.0f} s)", flush=True)
+            if claims:
+                prefix = "gpu-" if options.device == "cuda" else "gpu-on-cpu-"
+                save({part: Outcome(claims, seconds, load, at)}, options.out, prefix=prefix)
         all_met = all_met and not problem and all(claim.met for claim in claims)
-        if claims:
-            save(
-                {part: Outcome(claims, seconds, load, at)},
-                options.out,
-                prefix="gpu-" if options.device == "cuda" else "gpu-on-cpu-",
-            )
     return int(not all_met)
 
 
-def _run_part(part: str, options: argparse.Namespace, left_s: float) -> tuple[list[Claim], str]:
-    """Its claims, those it wrote before it failed, too; and what went wrong."""
+def _run_part(part: str, options: argparse.Namespace, left_s: float, claims: list[Claim]) -> str:
+    """Add its claims, those that it wrote before it failed, too. Returns what went wrong."""
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f".{part}-claims.json"
     path.unlink(missing_ok=True)
@@ -91,22 +92,21 @@ def _run_part(part: str, options: argparse.Namespace, left_s: float) -> tuple[li
         problem = f"FAILED: not done in {left_s:.0f} s"
     finally:
         end_process(process)  # and the servers that it has started
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=list[Claim]), problem
-    except FileNotFoundError:
-        return [], problem or "FAILED: no claim"
-    finally:
-        path.unlink(missing_ok=True)
+        if path.exists():
+            claims += msgspec.json.decode(path.read_bytes(), type=list[Claim])
+            path.unlink()
+    return problem or ("" if claims else "FAILED: no claim")
 
 
 def _be_part(part: str, device: str, smoke: bool, path: Path) -> int:
     """In the part's own process: run it, and write down each claim as it comes."""
     run: Callable[[str, bool], Sequence[Claim]] = importlib.import_module(f"{__package__}.{part}").run
-    signal.signal(signal.SIGTERM, end_by_signal)
     claims: list[Claim] = []
     for claim in run(device, smoke):
         claims.append(claim)
-        path.write_bytes(msgspec.json.encode(claims))
+        written = path.with_suffix(".new")
+        written.write_bytes(msgspec.json.encode(claims))
+        written.replace(path)  # whoever ends this process finds whole claims
     return 0
 
 
@@ -117,4 +117,5 @@ def _has_device() -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_by_signal)
     sys.exit(main())

@@ -16,11 +16,14 @@ WITH_WHAT_THEY_NEED = [
     "fastapi",
     "fastapi-offline",
     "httptools",
+    "jinja2",
     "msgspec",
     "prometheus-client",
     "pyzmq",
     "transformers",
     "uvicorn",
+    "uvloop",
+    "xxhash",
 ]
 ALONE = ["apache-tvm-ffi", "nixl-cu13", "xgrammar"]  # torch is there
 UNUSED = ["nixl_ep_cu13", "numpy", "numpy.libs"]  # 95 MB of experts' communication; torch brings numpy
@@ -38,7 +41,7 @@ def pack(path: Path, python_version: str) -> None:
         for name in UNUSED:
             shutil.rmtree(site / name, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(path, "w:xz", preset=3) as archive:
+        with tarfile.open(path, "w:xz", preset=6) as archive:
             archive.add(site, ".")
     if path.stat().st_size > MAX_BYTES:
         raise RuntimeError(f"{path} has {path.stat().st_size} bytes, more than {MAX_BYTES}")

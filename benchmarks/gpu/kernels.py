@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
     prefill: tuple[tuple[int, int], ...]  # new tokens of a prompt, and all
     write_tokens: int
     copy_blocks: int
+    row_layers: tuple[tuple[int, int], ...]  # outputs and inputs of layers of one row
     linear: tuple[int, int]  # outputs and inputs of a quantized layer
     linear_rows: tuple[int, ...]  # of decodes, which memory bounds, and of a prompt
 
@@ -50,14 +51,15 @@ class Sizes(NamedTuple):
 LLAMA_8B_GATE_UP = (28_672, 4096)
 FULL = Sizes(
     1 << 30, 8192, 8, 32, 8, 128, 16, ((64, 4096), (1, 131_072)), ((8192, 8192), (2048, 32_768)), 8192, 2048,
-    LLAMA_8B_GATE_UP, (1, 64, 4096),
+    ((6144, 4096), (4096, 4096), LLAMA_8B_GATE_UP, (4096, 14_336)), LLAMA_8B_GATE_UP, (1, 64, 4096),
 )  # fmt: skip
-SMOKE = Sizes(1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), ((20, 20), (8, 40)), 8, 3, (48, 320), (1, 5, 300))
+SMOKE = Sizes(1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), ((20, 20), (8, 40)), 8, 3, ((48, 320),), (48, 320), (1, 5, 300))
 
 _CHECKED_QUERIES = 128
 _QUEUED_CYCLES = 1_000_000  # half a millisecond, in which a call is queued as a whole
 _LINEAR_COPIES = 4  # of a quantized weight, used in turn: one might stay in a cache
 _MEMORY_BOUND_ROWS = 64
+_UNCACHED_BYTES = 256 << 20  # of weights used in turn
 
 
 def _prefill(new: int, num_tokens: int) -> str:
@@ -101,10 +103,14 @@ class Bench:
             yield self.attention([(1, context)] * num_seqs, f"decode, {num_seqs} x {context}", "GB/s")
         for new, num_tokens in self.sizes.prefill:
             yield self.torch_attention(new, num_tokens)
+            if self.device.type == "cuda":
+                yield self.torch_attention(new, num_tokens, "cudnn")
             yield self.attention([(new, num_tokens)], _prefill(new, num_tokens), "TFLOP/s")
         yield self.write()
         yield from self.passes()
         yield from self.block_copies()
+        for outputs, inputs in self.sizes.row_layers:
+            yield self.linear_row(outputs, inputs)
         for rows in self.sizes.linear_rows:
             yield self.linear_int4(rows)
             yield self.linear_fp8(rows)
@@ -166,8 +172,9 @@ class Bench:
         expected = paged_attention_reference(q[rows].double(), pool.double(), 0, tables, seq_lens, cu_kept, scale)
         return _difference(found[rows], expected)
 
-    def torch_attention(self, new: int, num_tokens: int) -> Result:
+    def torch_attention(self, new: int, num_tokens: int, backend: Literal["flash", "cudnn"] = "flash") -> Result:
         """The yardstick of prompts: torch's own attention over contiguous KV, causal to the end of the tokens."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.attention.bias import causal_lower_right
 
         s = self.sizes
@@ -175,9 +182,12 @@ class Bench:
         k, v = torch.randn(2, 1, s.kv_heads, num_tokens, s.head_size, device=self.device).to(self.dtype)
         mask = causal_lower_right(new, num_tokens)
         attend = torch.nn.functional.scaled_dot_product_attention
-        seconds = self.seconds(lambda: attend(q, k, v, attn_mask=mask, enable_gqa=True))
+        chosen = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
+        with sdpa_kernel([chosen] if self.device.type == "cuda" else [chosen, SDPBackend.MATH]):
+            seconds = self.seconds(lambda: attend(q, k, v, attn_mask=mask, enable_gqa=True))
         rate = self._attention_flops(new, num_tokens) / seconds / 1e12
-        return Result("torch_attention", _prefill(new, num_tokens), seconds * 1e3, rate, "TFLOP/s", None)
+        name = "cudnn_attention" if backend == "cudnn" else "torch_attention"
+        return Result(name, _prefill(new, num_tokens), seconds * 1e3, rate, "TFLOP/s", None)
 
     def write(self) -> Result:
         """One layer's K and V of a step into random slots."""
@@ -227,6 +237,23 @@ class Bench:
         shape = f"{len(ids)} blocks x {layers[1]} layers x {heads[1]} heads"
         rate = 2 * buffer.nbytes / seconds / 1e9
         return Result(name, shape, seconds * 1e3, rate, "GB/s", _difference(written, expected))
+
+    def linear_row(self, outputs: int, inputs: int) -> Result:
+        """One row by a dense weight, with a residual."""
+        from pdkv.kernels.linear_row_triton import linear_row_triton
+
+        copies = max(_LINEAR_COPIES, _UNCACHED_BYTES // (outputs * inputs * self.dtype.itemsize))
+        if self.device.type != "cuda":
+            copies = 1
+        weights = [torch.randn(outputs, inputs, device=self.device).to(self.dtype) for _ in range(copies)]
+        x, residual = (torch.randn(1, size, device=self.device).to(self.dtype) for size in (inputs, outputs))
+        x *= inputs**-0.5
+        expected = x.double() @ weights[0].double().T + residual.double()
+        error = _difference(linear_row_triton(x, weights[0], residual=residual), expected)
+        in_turn = cycle(weights)
+        seconds = self.seconds(lambda: linear_row_triton(x, next(in_turn), residual=residual))
+        rate = weights[0].nbytes / seconds / 1e9
+        return Result("linear_row", f"{inputs} to {outputs}", seconds * 1e3, rate, "GB/s", error)
 
     def linear_int4(self, rows: int) -> Result:
         """Packed weights in groups of 128 with zero points, as of AWQ."""
@@ -296,12 +323,13 @@ _YARDSTICKS |= {"rms_norm": 0.8, "silu_mul": 0.8, "pass_heads": 0.8}
 """Kernels that copy, or compute little: the least share of the device's own copy."""
 
 _LINEARS = {
+    ("linear_row", "GB/s"): ("copy", 0.85),
     ("linear_int4", "GB/s"): ("copy", 0.6),
     ("linear_int4", "TFLOP/s"): ("matmul", 0.6),
     ("linear_fp8", "GB/s"): ("copy", 0.6),
     ("linear_fp8", "TFLOP/s"): ("matmul", 1.0),
 }
-"""Quantized layers: what bounds them, few rows and many, and the least share of it."""
+"""Layers: what bounds them, few rows and many, and the least share of it."""
 
 _MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -318,6 +346,8 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
         name = f"{result.name}, {result.shape}"
         yard, limit = _wanted(result, yardsticks)
         figures = {result.unit: result.rate, f"{yard.name} {yard.unit}": yard.rate, "ms": result.milliseconds}
+        if yard.name == "torch_attention" and "cudnn_attention" in yardsticks:
+            figures["cudnn_attention TFLOP/s"] = yardsticks["cudnn_attention"].rate
         yield Claim(f"{name}: of {yard.name}", result.rate / yard.rate, limit, "higher", figures)
         bound = _MAX_ERROR[torch.bfloat16 if result.name == "linear_fp8" else dtype]
         yield Claim(f"{name}: error over bound", result.max_error / bound, 1.0, "lower", {"error": result.max_error})

@@ -1,13 +1,12 @@
 """1P1D on one card: its tokens a second beside one engine that does both, and the share of TTFT in which KV travels."""
 
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.gpu import overlap
 from benchmarks.load import Workload, measure
-from benchmarks.models import find_model
+from benchmarks.models import find_model, models_folder
 from benchmarks.report import Claim
 from benchmarks.servers import Server, get, pdkv
 
@@ -17,8 +16,8 @@ ROUNDS = 3
 
 def run(device: str, smoke: bool) -> Iterator[Claim]:
     """Two claims for each connector that reaches KV on the device, and one about what leaves it under compute."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = find_model(Path(folder), "tiny" if smoke else "large")
+    with models_folder() as folder:
+        model = find_model(folder, "tiny" if smoke else "large", device)
         yield from _beside_one_engine("nixl", model, device, smoke)
         yield from overlap.run(device, smoke)
         yield from _beside_one_engine("shared_memory", model, device, smoke)  # last: CUDA IPC is not everywhere
