@@ -1,7 +1,7 @@
 """vLLM's CPU build as a peer: installed into a virtual environment of its own, served aggregated or as 1P1D over NIXL.
 
 python -m benchmarks.peers install VENV          about 2 minutes and 4 GB
-python -m benchmarks.peers install-tiers VENV    LMCache and this pdkv beside it
+python -m benchmarks.peers install-pdkv VENV     this pdkv beside it
 python -m benchmarks.peers serve VENV MODEL      until Ctrl-C; also: pd VENV MODEL
 """
 
@@ -20,7 +20,6 @@ from benchmarks.servers import Server, free_port, running
 from pdkv.host.processor import emulates_bfloat16
 
 VLLM_VERSION = "0.32.0"
-LMCACHE_VERSION = "0.5.6"
 TORCH_VERSION = "2.13.0"  # the one that this build of vLLM was compiled for
 _UNUSED = ("torch", "torchvision", "torchaudio", "torchcodec")
 _MODEL = "m"
@@ -47,13 +46,9 @@ def install(folder: Path) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
 
 
-def install_tiers(folder: Path) -> None:
-    """LMCache and this project's pdkv into the virtual environment, without packages for GPUs. Raises
-    CalledProcessError.
-    """
-    needs = ("aiofile", "aiofiles", "blake3", "cachetools", "nvtx", "redis", "sortedcontainers", "xxhash")
-    _pip(folder, "--no-deps", f"lmcache=={LMCACHE_VERSION}")
-    _pip(folder, *needs)
+def install_pdkv(folder: Path) -> None:
+    """This project's pdkv into the virtual environment, beside what vLLM brings. Raises CalledProcessError."""
+    _pip(folder, "redis", "xxhash")
     _pip(folder, "--no-deps", "--no-build-isolation", str(Path(__file__).parent.parent))
 
 
@@ -133,12 +128,12 @@ def _serve(folder: Path, model: Path, port: int) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["install", "install-tiers", "serve", "pd"])
+    parser.add_argument("verb", choices=["install", "install-pdkv", "serve", "pd"])
     parser.add_argument("venv", type=Path)
     parser.add_argument("model", type=Path, nargs="?")
     options = parser.parse_args(arguments)
-    if options.verb in ("install", "install-tiers"):
-        (install if options.verb == "install" else install_tiers)(options.venv)
+    if options.verb in ("install", "install-pdkv"):
+        (install if options.verb == "install" else install_pdkv)(options.venv)
         return 0
     if options.model is None:
         parser.error("a model directory is needed")

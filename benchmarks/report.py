@@ -96,6 +96,8 @@ def load_average() -> float:
 def save(outcomes: dict[str, Outcome], folder: Path = RESULTS, *, prefix: str = "") -> Path:
     """Merge outcomes into today's files: a benchmark that ran again replaces what it said before.
 
+    Where today's files are of a machine with another instruction set, that of this one is part of the names.
+
     Args:
         prefix: of the files' names, in front of the date.
 
@@ -104,8 +106,11 @@ def save(outcomes: dict[str, Outcome], folder: Path = RESULTS, *, prefix: str = 
     """
     folder.mkdir(parents=True, exist_ok=True)
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    machine = hardware()
     path = folder / f"{prefix}{day}.json"
-    document: dict[str, Any] = {"date": day, "hardware": hardware(), "benchmarks": {}}
+    if path.exists() and json.loads(path.read_text())["hardware"]["isa"] != machine["isa"]:
+        path = folder / f"{prefix}{day}-{machine['isa']}.json"
+    document: dict[str, Any] = {"date": day, "hardware": machine, "benchmarks": {}}
     if path.exists():
         document["benchmarks"] = json.loads(path.read_text())["benchmarks"]
     document["benchmarks"] |= {name: _to_json(outcome) for name, outcome in outcomes.items()}

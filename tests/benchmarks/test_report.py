@@ -39,6 +39,18 @@ def test_a_rerun_replaces_its_own_part(tmp_path: Path) -> None:
     assert f", {instruction_set()}, " in table
 
 
+def test_figures_of_another_instruction_set_stay_in_files_of_their_own(tmp_path: Path) -> None:
+    path = save({"a": outcome(FAST)}, tmp_path).with_suffix(".json")
+    document = json.loads(path.read_text())
+    document["hardware"]["isa"] = "another"
+    path.write_text(json.dumps(document))
+    for name in "b", "c":
+        table = save({name: outcome(SLOW)}, tmp_path)
+    assert table.stem == f"{path.stem}-{instruction_set()}"
+    assert list(json.loads(table.with_suffix(".json").read_text())["benchmarks"]) == ["b", "c"]
+    assert json.loads(path.read_text()) == document
+
+
 def test_what_was_missed_is_shown(tmp_path: Path) -> None:
     table = save({"b": outcome(SLOW)}, tmp_path).read_text()
     assert "| b | slow | 1.60 | ≤ 1.50 | **missed** | ms 0.125 |" in table
