@@ -57,8 +57,8 @@ class Executor(ABC):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Give a step to the engine's device. Where that computes behind its host, the step has not ended then.
 
-        One step launched before may be unfinished, and no more. Where an executor has no `launch` of its own, as that
-        of several ranks, the step has ended. May block: see docs/engine-loop.md. Raises what a rank raised.
+        At most MAX_PENDING launched before may be unfinished. Where an executor has no `launch` of its own, as that of
+        several ranks, the step has ended. May block: see docs/engine-loop.md. Raises what a rank raised.
         """
         return DoneStep(self.execute(plan))
 

@@ -1,8 +1,14 @@
 """A step that its device has been given: what came of it is asked for later."""
 
 from abc import ABC, abstractmethod
+from typing import Final
 
 from pdkv.engine.plan import StepOutput
+
+MAX_PENDING: Final = 2
+"""Steps that may be unfinished while another one is launched. The device computes the first of them: with the second
+one behind it, it does not wait for a host that takes as long as a step to launch another.
+"""
 
 
 class PendingStep(ABC):

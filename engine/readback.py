@@ -1,12 +1,14 @@
 """What the host wants of a step: copied to pinned memory behind the step's work, and one event behind the copies."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
+from pdkv.engine.pending import MAX_PENDING
 from pdkv.errors import RankTimeout, TransferTimeout
 from pdkv.kernels.streams import Streams
 
@@ -35,7 +37,7 @@ class _Slab:
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Room for each of the tensors."""
-        assert not self.is_taken, "the results of the step before the last one were not read"
+        assert not self.is_taken, "more steps are unfinished than MAX_PENDING, and the one that is launched"
         self.is_taken = True
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if sum(sizes) > len(self._memory):
@@ -80,13 +82,13 @@ class Results:
 
 
 class Readback:
-    """Of one device. The results of two steps may be on their way, each in memory of its own; and what a step reads
-    before its end has a third one.
+    """Of one device. The results of several steps may be on their way, each in memory of its own, and so is what a
+    step reads before its end.
     """
 
     def __init__(self, streams: Streams, timeout_s: float) -> None:
         """`timeout_s`: how long behind its launch a step may end."""
-        self._slabs = [_Slab(streams), _Slab(streams)]
+        self._slabs = deque(_Slab(streams) for _ in range(MAX_PENDING + 1))  # the one that was used longest ago first
         self._slab_within = _Slab(streams)
         self._timeout_s = timeout_s
 
@@ -97,7 +99,7 @@ class Readback:
     def begin(self, tensors: Sequence[torch.Tensor]) -> Results:
         """Queue copies of tensors on the device, behind all that the current stream was given."""
         slab = self._slabs[0]
-        self._slabs.reverse()
+        self._slabs.rotate(-1)
         return self._queue(slab, tensors)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:

@@ -3,19 +3,19 @@
 Whatever touches the workers passes through here: steps, the question what transfers have ended, news of peers. So they
 happen between two steps and in the order in which the engine's loop gave them, whatever thread runs them.
 
-A device computes behind its host. So a step that has been ordered already is launched before the one in front of it
-is finished: the device goes from one to the next, while the host looks at what came of the first. One step at most is
-under way while another one is launched.
+A device computes behind its host. So a step that has been ordered already is launched before those in front of it are
+finished: the device goes from one to the next, while the host looks at what came of the first.
 """
 
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from pdkv.engine.executor import Ended, Executor
-from pdkv.engine.pending import PendingStep
+from pdkv.engine.pending import MAX_PENDING, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.errors import RankError
 from pdkv.wire.messages import EngineCard
@@ -47,6 +47,13 @@ Order = StepPlan | PeersChanged | Literal["enter", "ask", "stop"]
 Result = StepOutput | Ended | PeersRefused
 
 
+class _UnderWay(NamedTuple):
+    """A step that was launched, and what came of orders behind it and before the next step."""
+
+    step: PendingStep
+    behind: list[Result | None]
+
+
 class StepQueue:
     """`run_next` belongs to one thread, everything else to the engine's loop, `run_here` among it.
 
@@ -64,8 +71,7 @@ class StepQueue:
         self._num_done = 0  # written by `run_next`
         self._has_thread = False
         self._is_entered = False  # the executor knows that thread as its own
-        self._under_way: PendingStep | None = None  # launched by `run_next`, not finished
-        self._behind: list[Result | None] = []  # what came of orders behind that step
+        self._under_way: deque[_UnderWay] = deque()  # launched by `run_next`, not finished; in order
 
     @property
     def is_done(self) -> bool:
@@ -138,8 +144,10 @@ class StepQueue:
         """
         try:
             order = self._next()
-            if order is None or order == "stop":
-                self._finish()
+            if order is None:
+                self._finish_first()
+            elif order == "stop":
+                self._finish_all()
             else:
                 self._run(order)
         except BaseException as error:  # the loop's to raise
@@ -149,12 +157,12 @@ class StepQueue:
         return order != "stop"
 
     def _next(self) -> Order | None:
-        """The next order; None: the step under way ended before there was one."""
-        while self._under_way is not None:
+        """The next order; None: the first step under way ended before there was one."""
+        while self._under_way:
             try:
                 return self._orders.get(timeout=LOOK_S)
             except queue.Empty:
-                if self._under_way.is_done:
+                if self._under_way[0].step.is_done:
                     return None
         return self._orders.get()
 
@@ -163,28 +171,32 @@ class StepQueue:
             self._launch(order)
             return
         result = self._run_between(order)
-        if self._under_way is None:
-            self._deliver(result)
+        if self._under_way:
+            self._under_way[-1].behind.append(result)
         else:
-            self._behind.append(result)
+            self._deliver(result)
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launch a step, and finish the one that is under way, whose results come first whatever happens."""
+        """Launch a step, and finish those that have ended or are too many. Results of those in front of it come first,
+        whatever happens.
+        """
         try:
             step = self._executor.launch(plan)
-        finally:
-            self._finish()
-        self._under_way = step
-        if step.is_done:
-            self._finish()
+        except BaseException:
+            self._finish_all()
+            raise
+        self._under_way.append(_UnderWay(step, []))
+        while self._under_way and (len(self._under_way) > MAX_PENDING or self._under_way[0].step.is_done):
+            self._finish_first()
 
-    def _finish(self) -> None:
-        """Wait for the step under way, if there is one; deliver what came of it and of the orders behind it."""
-        step, self._under_way = self._under_way, None
-        if step is None:
-            return
+    def _finish_all(self) -> None:
+        while self._under_way:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Wait for the first step under way; deliver what came of it and of the orders behind it."""
+        step, behind = self._under_way.popleft()
         self._deliver(step.finish())
-        behind, self._behind = self._behind, []
         for result in behind:
             self._deliver(result)
 

@@ -8,69 +8,96 @@ from pdkv.offline.chat_tools import calls_in
 from pdkv.offline.outputs import CompletionOutput, RequestOutput
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.sampling_params import RequestOutputKind
-from pdkv.text import TextStream
+from pdkv.text import TextPiece, TextStream
 from pdkv.wire.failures import error_of
 from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, SourceCounts, Submit, TokenLogprob, Tokens
 
+_ABOUT_REQUESTS = (Tokens, Finished, Failed)
 
-@dataclass(slots=True)
+
 class Choice:
-    """One generation in flight, or ended."""
+    """One generation in flight, or ended. Where no stop string can end it, its text is made when somebody asks for it:
+    the device waits for no text that nobody reads yet.
+    """
 
-    submit: Submit
-    stream: TextStream
-    answer: AnswerFormat | None = None  # how calls are found in the text
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    sources: SourceCounts = field(default_factory=SourceCounts)
-    num_shown: int = 0  # tokens that `take` has given
-    num_shown_chars: int = 0
-    has_news: bool = False  # for `take`
+    def __init__(self, submit: Submit, stream: TextStream, answer: AnswerFormat | None = None) -> None:
+        """`answer`: how calls are found in the text."""
+        self.submit = submit
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.sources = SourceCounts()
+        self.has_news = False  # for `take`
+        self._stream = stream
+        self._answer = answer
+        self._text = ""  # of the first `_num_read` tokens
+        self._num_read = 0
+        self._is_flushed = False  # the text has all that it will have
+        self._num_shown = 0  # tokens that `take` has given
+        self._num_shown_chars = 0
+
+    @property
+    def text(self) -> str:
+        """So far; while the choice is in flight, without what may be half a character or a stop string."""
+        if self._num_read < len(self.token_ids):
+            self._text += self._stream.push(self.token_ids[self._num_read :]).text
+            self._num_read = len(self.token_ids)
+        if self.finish_reason is not None and not self._is_flushed:
+            self._flush()
+        return self._text
 
     def push(self, tokens: Tokens) -> None:
         """Take new tokens; a stop string may end the choice."""
         self.has_news = True
-        piece = self.stream.push(tokens.token_ids)
-        self._append(piece.text, piece.stop)
-        self.token_ids += tokens.token_ids[: piece.num_tokens]
-        self.logprobs += (tokens.logprobs or [])[: piece.num_tokens]
+        token_ids, logprobs = tokens.token_ids, tokens.logprobs
+        if self._stream.has_stops:
+            piece = self._stream.push(token_ids)
+            self._append(piece)
+            token_ids = token_ids[: piece.num_tokens]
+            self._num_read += piece.num_tokens
+        self.token_ids += token_ids
+        if logprobs:
+            self.logprobs += logprobs[: len(token_ids)]
         if tokens.prompt_logprobs is not None:
             self.prompt_logprobs = tokens.prompt_logprobs.decode()
         self.sources = tokens.sources or self.sources
 
     def end(self, reason: str, stop_token_id: int | None = None) -> None:
-        """No more tokens come; what was held back for a stop string comes out."""
+        """No more tokens come. What was held back for a stop string comes out, and may complete one."""
         self.has_news = True
         self.finish_reason = reason
         self.stop_reason = stop_token_id
-        piece = self.stream.finish()
-        self._append(piece.text, piece.stop)
+        if self._stream.has_stops:
+            self._flush()
 
-    def _append(self, text: str, stop: str | None) -> None:
-        self.text += text
-        if stop is not None:
-            self.finish_reason, self.stop_reason = "stop", stop
+    def _flush(self) -> None:
+        self._is_flushed = True
+        self._append(self._stream.finish())
+
+    def _append(self, piece: TextPiece) -> None:
+        self._text += piece.text
+        if piece.stop is not None:
+            self.finish_reason, self.stop_reason, self._is_flushed = "stop", piece.stop, True
 
     def output(self, *, first_token: int = 0, first_char: int = 0) -> CompletionOutput:
         """The choice from there on."""
+        text, answer = self.text, self._answer
         return CompletionOutput(
             index=self.submit.choice,
-            text=self.text[first_char:],
+            text=text[first_char:],
             token_ids=self.token_ids[first_token:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=self.logprobs[first_token:] if self.submit.params.logprobs is not None else None,
-            tool_calls=calls_in(self.text, self.answer) if self.answer is not None and self.finish_reason else None,
+            tool_calls=calls_in(text, answer) if answer is not None and self.finish_reason else None,
         )
 
     def take(self) -> CompletionOutput:
         """What is new since the last call."""
-        output = self.output(first_token=self.num_shown, first_char=self.num_shown_chars)
-        self.num_shown, self.num_shown_chars, self.has_news = len(self.token_ids), len(self.text), False
+        output = self.output(first_token=self._num_shown, first_char=self._num_shown_chars)
+        self._num_shown, self._num_shown_chars, self.has_news = len(self.token_ids), len(self._text), False
         return output
 
 
@@ -156,7 +183,7 @@ class InFlight:
 
     def receive(self, message: EngineToRouter) -> Generation | None:
         """Act on what the engine says. Returns the generation that it is about, which may have failed by it."""
-        if not isinstance(message, Tokens | Finished | Failed):
+        if not isinstance(message, _ABOUT_REQUESTS):
             return None
         found = self._choices.get(message.request_id)
         if found is None:
@@ -168,9 +195,10 @@ class InFlight:
                 if choice.finish_reason is not None:
                     self._ended(choice)
                     self._send(Abort(message.request_id, message.attempt))
-                waiting, generation.waiting = generation.waiting, []
-                for sibling in waiting:
-                    self._submit(generation, sibling)
+                if generation.waiting:
+                    waiting, generation.waiting = generation.waiting, []
+                    for sibling in waiting:
+                        self._submit(generation, sibling)
             case Finished():
                 choice.sources = message.sources
                 choice.end(message.reason, message.stop_token_id)

@@ -39,6 +39,11 @@ class TextStream:
         self.num_characters = 0
         """Decoded so far, what is held back for a stop string included."""
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether a stop string may end the text: then its tokens are pushed as they come."""
+        return self._stops is not None
+
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Add tokens; the text ends at the first stop string that is completed by token min_tokens or later."""
         if self._stops is None:
