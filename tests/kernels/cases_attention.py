@@ -16,7 +16,13 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("lengths", [MIXED, [(1, 50)]], ids=["mixed", "one"])
 @pytest.mark.parametrize(
     ("heads", "head_size", "block_size"),
-    [((4, 2), 32, 16), pytest.param((8, 8), 64, 16, marks=pytest.mark.slow), ((6, 2), 80, 48), ((32, 1), 16, 32)],
+    [
+        ((4, 2), 32, 16),
+        pytest.param((8, 8), 64, 16, marks=pytest.mark.slow),
+        ((6, 2), 80, 48),
+        ((8, 1), 16, 32),
+        pytest.param((32, 1), 16, 32, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_paged_attention(
@@ -35,7 +41,7 @@ def test_paged_attention(
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("window", [1, 65, 100])
+@pytest.mark.parametrize("window", [65, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 100))])
 @pytest.mark.parametrize(
     ("heads", "head_size", "block_size"),
     [((4, 2), 32, 16), pytest.param((6, 2), 80, 48, marks=pytest.mark.slow)],
@@ -110,7 +116,7 @@ def test_parts_are_small_where_programs_are_few_and_grow_where_there_is_no_room_
     }
 
 
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [70, pytest.param(None, marks=pytest.mark.slow)])
 def test_prompts_are_computed_in_large_tiles(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
     q, pool, *index = attention_inputs([(100, 130), (1, 20), (45, 45)], (4, 2), 32, 16, padding=3)
     q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
