@@ -52,11 +52,13 @@ class _Slab:
 class Results:
     """Those of one step."""
 
-    def __init__(self, slab: _Slab, copies: Sequence[torch.Tensor], timeout_s: float) -> None:
+    def __init__(self, slab: _Slab, copies: Sequence[torch.Tensor], timeout_s: float, num_before: int) -> None:
+        """`num_before`: steps that the device has yet to end, each of which may take as long."""
+        self.next: Results | None = None  # of the step behind
         self._slab = slab
         self._copies = copies
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = time.monotonic() + timeout_s * (num_before + 1)
 
     @property
     def are_there(self) -> bool:
@@ -75,7 +77,13 @@ class Results:
             raise self._too_late() from None
         arrays = [copy.numpy().copy() for copy in self._copies]
         self._slab.is_taken = False
+        if self.next is not None:
+            self.next._begin()
         return arrays
+
+    def _begin(self) -> None:
+        """The device computes this step now."""
+        self._deadline = time.monotonic() + self._timeout_s
 
     def _too_late(self) -> RankTimeout:
         return RankTimeout(f"the device has not computed a step within {self._timeout_s:g} s")
@@ -87,9 +95,10 @@ class Readback:
     """
 
     def __init__(self, streams: Streams, timeout_s: float) -> None:
-        """`timeout_s`: how long behind its launch a step may end."""
+        """`timeout_s`: how long behind its launch, and the end of the step before it, a step may end."""
         self._slabs = deque(_Slab(streams) for _ in range(MAX_PENDING + 1))  # the one that was used longest ago first
         self._slab_within = _Slab(streams)
+        self._last: Results | None = None
         self._timeout_s = timeout_s
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -100,15 +109,20 @@ class Readback:
         """Queue copies of tensors on the device, behind all that the current stream was given."""
         slab = self._slabs[0]
         self._slabs.rotate(-1)
-        return self._queue(slab, tensors)
+        results = self._queue(slab, tensors)
+        if self._last is not None:
+            self._last.next = results
+        self._last = results
+        return results
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
         """In the midst of a step: wait for all that the current stream was given. Raises RankTimeout."""
         return self._queue(self._slab_within, tensors).read()
 
     def _queue(self, slab: _Slab, tensors: Sequence[torch.Tensor]) -> Results:
+        num_before = sum(other.is_taken for other in self._slabs)
         copies = slab.take(tensors)
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         slab.event.record()
-        return Results(slab, copies, self._timeout_s)
+        return Results(slab, copies, self._timeout_s, num_before)

@@ -13,8 +13,10 @@ from step_plans import new, outputs, share, tokens
 from tape import TapeRecorder
 from twin_device import TwinDevice
 
+from pdkv.engine import readback
 from pdkv.engine.attention import select
 from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.engine.pending import PendingStep
 from pdkv.engine.plan import StepPlan
 from pdkv.engine.runner import ModelRunner
 from pdkv.engine.sampling import logprobs, sampler
@@ -201,3 +203,40 @@ def test_a_device_that_hangs_is_an_error_with_a_type(monkeypatch: pytest.MonkeyP
             _ = step.is_done
         device.compute.release()
         assert tokens(step.finish(), "a") == Chain.output([3, 4], 1)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(readback, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+@pytest.fixture
+def three_steps(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> list[PendingStep]:
+    """Launched at 0, one behind the other; each may take 10 s."""
+    monkeypatch.setattr(streams, "HOST", TwinDevice())
+    runner = chain_runner(timeout_s=10.0)
+    requests = [new(name, [3, 4], 4 * i) for i, name in enumerate("abc")]
+    return [runner.launch(StepPlan(i, [r], [share(r.key[0], 0, 2)], [])) for i, r in enumerate(requests)]
+
+
+def test_a_step_has_as_long_as_each_one_before_it(three_steps: list[PendingStep], clock: SimpleNamespace) -> None:
+    clock.now = 29.0
+    assert not three_steps[2].is_done
+    for step in three_steps[:2]:
+        with pytest.raises(RankTimeout, match="within 10 s"):
+            _ = step.is_done
+    clock.now = 31.0
+    with pytest.raises(RankTimeout, match="within 10 s"):
+        _ = three_steps[2].is_done
+
+
+def test_its_time_begins_with_the_end_of_the_one_before(three_steps: list[PendingStep], clock: SimpleNamespace) -> None:
+    clock.now = 2.0
+    three_steps[0].finish()
+    clock.now = 11.0
+    assert not three_steps[1].is_done
+    clock.now = 13.0
+    with pytest.raises(RankTimeout, match="within 10 s"):
+        _ = three_steps[1].is_done

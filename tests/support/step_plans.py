@@ -1,8 +1,10 @@
-"""Plans by hand: requests with four blocks each, and what a runner gives that is ahead of its device by a step."""
+"""Plans by hand: requests with four blocks each, and what a runner gives that is ahead of its device."""
 
+from collections import deque
 from typing import Any
 
 from pdkv import SamplingParams
+from pdkv.engine.pending import MAX_PENDING, PendingStep
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
 
@@ -17,13 +19,13 @@ def share(name: str, start: int, count: int, *, samples: bool = True) -> Schedul
 
 
 def outputs(runner: ModelRunner, plans: list[StepPlan]) -> list[StepOutput]:
-    """Each step is launched before the one in front of it is read."""
-    found, pending = list[StepOutput](), None
+    """Each step is launched before those in front of it are read, as far ahead as may be."""
+    found, pending = list[StepOutput](), deque[PendingStep]()
     for plan in plans:
-        step = runner.launch(plan)
-        found += [] if pending is None else [pending.finish()]
-        pending = step
-    return found if pending is None else [*found, pending.finish()]
+        pending.append(runner.launch(plan))
+        if len(pending) > MAX_PENDING:
+            found.append(pending.popleft().finish())
+    return [*found, *(step.finish() for step in pending)]
 
 
 def tokens(output: StepOutput, name: str) -> list[int]:

@@ -16,8 +16,8 @@ _ABOUT_REQUESTS = (Tokens, Finished, Failed)
 
 
 class Choice:
-    """One generation in flight, or ended. Where no stop string can end it, its text is made when somebody asks for it:
-    the device waits for no text that nobody reads yet.
+    """One generation in flight, or ended. Its text is made when it is asked for, unless a stop string may end it: a
+    device does not wait for text that nobody reads yet.
     """
 
     def __init__(self, submit: Submit, stream: TextStream, answer: AnswerFormat | None = None) -> None:
