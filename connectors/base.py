@@ -248,7 +248,7 @@ class KVConnectorMetadata(msgspec.Struct, kw_only=True):
     needs_layer_hooks: bool = False  # False: no wait_for_layer_load / save_kv_layer in this step
     holds: list[BlockHold] = []  # saves that begin here and read blocks beyond this step
     # Put in by the runner; never on the wire. None: what a step computes is in its blocks when it returns.
-    earlier_steps: StepDone | None = None  # to be waited for before what is confirmed is read
+    earlier_steps: StepDone | None = None  # before what is confirmed is read, or a block is written that had an owner
     this_step: StepDone | None = None  # before what this step computes is read
 
 

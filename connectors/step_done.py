@@ -1,12 +1,13 @@
-"""When a step's KV is in its blocks. Whoever reads computed KV waits for it: that a step is confirmed says nothing.
+"""When a step's KV is in its blocks. Whoever reads computed KV waits for it.
 
-A device computes behind its host: a step whose chunk draws no token returns, is confirmed and published under content
-keys while its kernels still run. The runner makes one StepDone for each plan and carries it to the readers in the
-step's metadata.
+A device computes behind its host. The runner makes one StepDone for each plan and carries it to the readers in the
+step's metadata, with that of the steps whose outputs the plan was made from: those confirm what may be read, and give
+free what may be written.
 """
 
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pdkv.errors import TransferTimeout
@@ -63,6 +64,23 @@ class StreamStepDone(StepDone):
     def _wait_recorded(self, timeout_s: float) -> None:
         if not self._is_recorded.wait(timeout_s):
             raise TransferTimeout(f"a step's kernels were not queued after {timeout_s:g} s")
+
+
+class StepsDone:
+    """The ends of an engine's latest steps, in order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, StepDone]] = deque([(-1, ON_HOST)])
+
+    def add(self, step_id: int, done: StepDone) -> None:
+        """A step is about to be launched."""
+        self._steps.append((step_id, done))
+
+    def up_to(self, step_id: int | None) -> StepDone:
+        """The end of that step and of all before it; None: of all that were added. Never asked for less than before."""
+        while len(self._steps) > 1 and (step_id is None or self._steps[1][0] <= step_id):
+            self._steps.popleft()
+        return self._steps[0][1]
 
 
 def make_step_done(device: "torch.device") -> StepDone:

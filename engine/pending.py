@@ -5,9 +5,9 @@ from typing import Final
 
 from pdkv.engine.plan import StepOutput
 
-MAX_PENDING: Final = 2
-"""Steps that may be unfinished while another one is launched. The device computes the first of them: with the second
-one behind it, it does not wait for a host that takes as long as a step to launch another.
+MAX_PENDING: Final = 1
+"""Steps that may be unfinished while another one is launched. A request that arrives, or whose KV does, joins the batch
+behind those that are launched already, so one more costs it a whole step.
 """
 
 

@@ -55,6 +55,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     grammars: Mapping[int, CompiledGrammar] = {}
     ended_grammars: list[int] = []
     expects_grammars: bool = False
+    settled: int | None = None  # newest step whose output was known to the plan; None: that of each step before it
 
     @property
     def num_tokens(self) -> int:

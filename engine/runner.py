@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
-from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
+from pdkv.connectors.step_done import StepsDone, make_step_done
 from pdkv.engine.attention.backend import Layer, pad, to_tensor
 from pdkv.engine.attention.select import AttentionName, make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
@@ -83,7 +83,7 @@ class ModelRunner:
         """
         self._check_finite = check_finite
         self._reports = reports
-        self._last_step: StepDone = ON_HOST  # that the connector was told of
+        self._steps_done = StepsDone()
         self._model = model
         self._kv_pool = kv_pool
         self._worker = worker
@@ -149,9 +149,9 @@ class ModelRunner:
                 worker.cancel(key, direction)
         self._update_batch(plan)
         if worker is not None and meta is not None:
-            this_step = make_step_done(self._kv_pool.device)
-            meta.earlier_steps, meta.this_step = self._last_step, this_step
-            self._last_step = this_step
+            meta.earlier_steps = self._steps_done.up_to(plan.settled)
+            meta.this_step = make_step_done(self._kv_pool.device)
+            self._steps_done.add(plan.step_id, meta.this_step)
             worker.start_load_kv(meta)
         computed = self._compute(plan.scheduled, self._attend(meta)) if plan.scheduled else _NOTHING
         if meta is not None and meta.this_step is not None:
@@ -245,6 +245,7 @@ class ModelRunner:
         hidden = self._forward(inputs, rows, attend)
         self._prompt_logprobs.collect(hidden, rows, inputs, check)
         if not len(drawn.rows):
+            self._read([])  # a step's output is known when its device has computed it
             return _NOTHING
         if len(rows) > len(drawn.rows):  # prompt logprobs asked for more
             wanted = pad(np.searchsorted(rows, drawn.rows), self._attention.padded(len(drawn.rows)))

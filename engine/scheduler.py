@@ -96,6 +96,7 @@ class Scheduler:
         self._decode = decode
         self._stop_rules = stop_rules
         self._in_flight: dict[int, list[_Share]] = {}
+        self._settled = -1  # the last step that `update` was given
         self._next_step_id = 0
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class Scheduler:
         meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
         if freed:
             self.go_on()
-        return StepPlan(step_id, new, scheduled, self.queues.take_left(), meta, cancels)
+        return StepPlan(step_id, new, scheduled, self.queues.take_left(), meta, cancels, settled=self._settled)
 
     def _look_after_trial(self, batch: Sequence[tuple[Request, int]]) -> None:
         """After planning: a suspect could run now, or the one on trial cannot, and all others stand still for it."""
@@ -137,6 +138,7 @@ class Scheduler:
 
     def update(self, output: StepOutput) -> StepResult:
         """Confirm a step: transfers are settled, counters advance, full blocks enter the cache."""
+        self._settled = output.step_id
         sends = self.settle(output.transfers)
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())

@@ -18,9 +18,10 @@ from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
 _ONE_GROUP = 1 << 30
 """Stands for any group that a whole weight has one of."""
 
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = 2
 _MIN_CHUNKS = 2  # of a part
 _TILE_OUTPUTS = 128
+_WARPS = 8
 _CPU_PROCESSORS = 2  # of the interpreter
 _COMBINE_OUTPUTS = 512
 
@@ -187,7 +188,7 @@ class _Tiles(NamedTuple):
         rows = min(64, max(16, triton.next_power_of_2(num_rows)))
         wanted = processors * _PROGRAMS_PER_PROCESSOR // triton.cdiv(weight.outputs, _TILE_OUTPUTS)
         most = min(weight.words.shape[0] // _MIN_CHUNKS, weight.inputs // (8 * triton.next_power_of_2(num_rows)))
-        return cls(rows, max(1, min(wanted, most)), 2 if rows == 64 else 3)
+        return cls(rows, max(1, min(wanted, most)), 2 if rows == 64 else 4)
 
 
 def linear_int4_triton(
@@ -228,7 +229,7 @@ def _multiply(
         num_rows, weight.outputs, weight.inputs, x.stride(0), triton.cdiv(chunks, tiles.parts),
         GROUP_SIZE=_group_size(weight), HAS_ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, TILE_OUTPUTS=_TILE_OUTPUTS, TILE_ROWS=tiles.rows,
-        num_warps=4, num_stages=tiles.num_stages, **LAUNCH_OPTIONS,
+        num_warps=_WARPS, num_stages=tiles.num_stages, **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 

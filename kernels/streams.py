@@ -54,10 +54,6 @@ class Event(ABC):
             TransferTimeout: it has not within that time.
         """
 
-    def elapsed_ms(self, later: "Event") -> float:
-        """Milliseconds from this event to a later one; both were made with `timed` and have come."""
-        raise NotImplementedError
-
 
 class Stream(ABC):
     """Work in order, on one device."""
@@ -82,8 +78,8 @@ class Streams(ABC):
         """A stream of its own, which waits for no other one by itself."""
 
     @abstractmethod
-    def make_event(self, *, timed: bool = False) -> Event:
-        """An event that has not been recorded. `timed`: of which `elapsed_ms` tells."""
+    def make_event(self) -> Event:
+        """An event that has not been recorded."""
 
     @abstractmethod
     def make_pinned(self, size_bytes: int) -> "torch.Tensor":
@@ -99,13 +95,8 @@ def streams_of(device: "torch.device") -> Streams:
 
 
 class _HostEvent(Event):
-    def __init__(self, *, timed: bool = False) -> None:
-        self._time_s = 0.0
-        self._timed = timed
-
     def record(self) -> None:
-        if self._timed:
-            self._time_s = time.perf_counter()
+        pass
 
     def wait(self) -> None:
         pass
@@ -115,10 +106,6 @@ class _HostEvent(Event):
 
     def synchronize(self, timeout_s: float) -> None:
         pass
-
-    def elapsed_ms(self, later: Event) -> float:
-        assert isinstance(later, _HostEvent)
-        return (later._time_s - self._time_s) * 1e3
 
 
 class _HostStream(Stream):
@@ -137,8 +124,8 @@ class HostStreams(Streams):
     def make_stream(self) -> Stream:
         return _HostStream()
 
-    def make_event(self, *, timed: bool = False) -> Event:
-        return _HostEvent(timed=timed)
+    def make_event(self) -> Event:
+        return _HostEvent()
 
     def make_pinned(self, size_bytes: int) -> "torch.Tensor":
         import torch
@@ -183,10 +170,6 @@ class CudaEvent(Event):
                 raise TransferTimeout(f"the device has not come to an event within {timeout_s:g} s")
             pause.wait(pause_s)
 
-    def elapsed_ms(self, later: Event) -> float:
-        assert isinstance(later, CudaEvent)
-        return float(self._event.elapsed_time(later._event))
-
 
 class _CudaStream(Stream):
     def __init__(self, stream: "torch.cuda.Stream") -> None:
@@ -214,10 +197,10 @@ class CudaStreams(Streams):
 
         return _CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
-    def make_event(self, *, timed: bool = False) -> Event:
+    def make_event(self) -> Event:
         import torch
 
-        return CudaEvent(torch.cuda.Event(enable_timing=timed))  # type: ignore[no-untyped-call]
+        return CudaEvent(torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def make_pinned(self, size_bytes: int) -> "torch.Tensor":
         import torch

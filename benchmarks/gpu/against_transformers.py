@@ -71,7 +71,7 @@ def speed(device: str, smoke: bool) -> Iterator[Claim]:
             name = f"{size}, {BATCH} x {input_len} in, {output_len} out: tokens/s / those of transformers"
             yield Claim(name, took["transformers"] / took["pdkv"], 5.0, "higher", rates)
             for batch in batches:
-                yield host_gaps.claim(llm, batch, size)
+                yield host_gaps.claim(llm, batch, size, device)
 
 
 def _time_transformers(

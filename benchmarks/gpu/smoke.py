@@ -1,24 +1,47 @@
-"""`pd launch --prefill 1 --decode 1` on one card, KV handed over by NIXL: the answers are those from the CPU."""
+"""`pd launch --prefill 1 --decode 1` on one card, KV handed over by NIXL: the answers are those from the CPU, those too
+for which KV comes back from host memory.
+"""
 
+import re
 from collections.abc import Iterator
 
 from benchmarks.report import Claim
-from benchmarks.servers import Server, pdkv, post
+from benchmarks.servers import Server, get, pdkv, post
 
 PROMPTS = ["The first token", "waits for the prompt,", "and every further one", "for its turn: " * 40]
+LONG_PROMPTS = [f"{number}: " + "the next one waits for its turn. " * 20 for number in range(6)]
 NUM_TOKENS = 24
+
+_POOL = ["--kv-cache-memory", "64MiB"]
+_SMALL_POOL = ["--kv-cache-memory", "4MiB", "--max-model-len", "1000"]
+"""Room for 1,024 tokens, which is less than two of the long prompts and their outputs."""
 
 
 def run(device: str, smoke: bool) -> Iterator[Claim]:
-    """One claim: the share of prompts that get another answer."""
-    answers = {}
+    """The shares of prompts that get another answer; of the long ones in both passes, the second from host memory."""
+    answers, start_s = {}, 0.0
     for where in ("cpu", device):
-        options = ["--device", where, "--dtype", "float32", "--connector", "nixl", "--kv-cache-memory", "64MiB"]
-        with pdkv(None, prefill=1, decode=1, options=options) as server:
-            answers[where] = [_complete(server, prompt) for prompt in PROMPTS]
-            figures = {"start s": server.start_s}
-    wrong = sum(one != other for one, other in zip(answers["cpu"], answers[device], strict=True))
-    yield Claim(f"1P1D over nixl, {device} against cpu: other answers", wrong / len(PROMPTS), 0.0, "lower", figures)
+        with pdkv(None, prefill=1, decode=1, options=_options(where, *_POOL)) as server:
+            answers[where] = [_complete(server, prompt) for prompt in (*PROMPTS, *LONG_PROMPTS)]
+            start_s = server.start_s
+    expected = answers["cpu"]
+    wrong = _num_different(expected, answers[device])
+    name = f"1P1D over nixl, {device} against cpu: other answers"
+    yield Claim(name, wrong / len(expected), 0.0, "lower", {"start s": start_s})
+    tier = ["--kv-host-memory", "64MiB", "--connector-config", "store.min_hit_tokens=1"]
+    with pdkv(None, prefill=1, decode=1, options=_options(device, *_SMALL_POOL, *tier)) as server:
+        twice = [_complete(server, prompt) for prompt in LONG_PROMPTS * 2]
+        tokens = {source: _prefill_tokens(server, source) for source in ("computed", "store")}
+    wrong = _num_different(expected[len(PROMPTS) :] * 2, twice)
+    name = f"with a pool too small and host memory, {device} against cpu: other answers"
+    yield Claim(name, wrong / len(twice), 0.0, "lower", {"start s": server.start_s})
+    share = tokens["store"] / sum(tokens.values())
+    figures = {f"tokens {source}": number for source, number in tokens.items()}
+    yield Claim("prompt tokens from host memory / those and computed ones", share, 0.4, "higher", figures)
+
+
+def _options(device: str, *more: str) -> list[str]:
+    return ["--device", device, "--dtype", "float32", "--connector", "nixl", *more]
 
 
 def _complete(server: Server, prompt: str) -> list[int]:
@@ -26,3 +49,13 @@ def _complete(server: Server, prompt: str) -> list[int]:
     answer = post(server.url + "/v1/completions", body | {"return_token_ids": True})
     tokens: list[int] = answer["choices"][0]["token_ids"]
     return tokens
+
+
+def _num_different(one: list[list[int]], other: list[list[int]]) -> int:
+    return sum(a != b for a, b in zip(one, other, strict=True))
+
+
+def _prefill_tokens(server: Server, source: str) -> float:
+    """Prompt tokens that the prefill engine had from there."""
+    pattern = rf'^pdkv_engine_prompt_tokens_total\{{.*role="prefill",source="{source}"\}} (\S+)$'
+    return sum(map(float, re.findall(pattern, get(server.url + "/metrics").decode(), re.MULTILINE)))

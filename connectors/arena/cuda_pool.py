@@ -1,7 +1,7 @@
 """Pools on a CUDA device, exported and mapped by CUDA IPC.
 
-Events are torch's. Pools are allocations of their own: what torch's allocator hands out lies somewhere in a segment,
-which with expandable segments cannot be exported at all.
+Pools are allocations of their own: what torch's allocator hands out lies somewhere in a segment, which with expandable
+segments cannot be exported at all.
 """
 
 import logging
@@ -14,7 +14,6 @@ from pdkv.connectors.arena.device_pool import DevicePoolAddress, PoolDevice
 from pdkv.errors import ConfigError, IncompatiblePeers
 from pdkv.host import cuda_driver
 from pdkv.host.cuda_driver import CudaDriverError
-from pdkv.kernels.streams import CudaEvent, Event
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +38,6 @@ class CudaPoolDevice(PoolDevice):
         torch.cuda.current_stream(self.device).synchronize()  # other streams may copy from and to it from here on
         return data, handle
 
-    def _make_event(self) -> tuple[Event, bytes]:
-        try:
-            with torch.cuda.device(self.device):
-                event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-                event.record()  # from here on there is one to wait for
-                return CudaEvent(event), bytes(event.ipc_handle())  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise ConfigError(f"cannot share an event of {self.device}: {error}") from error
-
     def _map(self, address: DevicePoolAddress) -> torch.Tensor:
         what = f"memory of {address.device} cannot be mapped on {self.name}"
         if len(address.memory) != cuda_driver.HANDLE_BYTES:
@@ -58,12 +48,6 @@ class CudaPoolDevice(PoolDevice):
             return memory.as_tensor(_device_of(address.device))
         except (CudaDriverError, RuntimeError) as error:
             raise IncompatiblePeers(f"{what}: {error}") from error
-
-    def _open_event(self, address: DevicePoolAddress, handle: bytes) -> Event:
-        try:  # on this device: the owner's would cost a context there
-            return CudaEvent(torch.cuda.Event.from_ipc_handle(self.device, handle))  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise IncompatiblePeers(f"an event of {address.device} cannot be used on {self.name}: {error}") from error
 
 
 class _DeviceMemory:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, TableShape
-from pdkv.connectors.arena.device_pool import DevicePoolAddress, ExportedPool, PeerPool, PoolDevice
+from pdkv.connectors.arena.device_pool import DevicePoolAddress, ExportedPool, PoolDevice
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import (
@@ -244,7 +244,7 @@ class PeerArena:
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only; no rows where a device has them
         self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
         self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
-        self.pool: PeerPool | None = None  # where a device has it, once it is mapped
+        self.pool: torch.Tensor | None = None  # where a device has it, once it is mapped
 
     def check_owner(self) -> None:
         """Check that the owner still has its files, and so its memory on devices: these are files to the kernel, too.

@@ -2,15 +2,19 @@
 
 import logging
 import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdkv.connectors.arena.device_pool import PeerPool, PoolDevice
+from pdkv.connectors.arena.device_pool import PoolDevice
 from pdkv.connectors.arena.memory import ArenaAddress, PeerArena, open_peer_arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import Incarnation, PeerCards, decode_ranks
 from pdkv.errors import IncompatiblePeers, PeerGone, StaleEpoch, TransferError
 from pdkv.wire.messages import EngineCard
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ class PeerArenas(PeerCards):
             self._open.setdefault(peer, {})[rank] = arena
             return arena
 
-    def pool(self, engine: str, epoch: str, rank: int, device: PoolDevice) -> tuple[PeerArena, PeerPool]:
+    def pool(self, engine: str, epoch: str, rank: int, device: PoolDevice) -> tuple[PeerArena, "torch.Tensor"]:
         """The arena and the pool of a rank that keeps its KV on a device; mapped for `device`, which is one.
 
         Raises as `get`.

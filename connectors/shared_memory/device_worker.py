@@ -1,8 +1,8 @@
 """The worker side of `shared_memory` where KV is on devices: copies from pool to pool, verified as in host memory.
 
-The order, over two processes. The source records an event behind each step's kernels, and only then publishes what
-the step computed. A reader that knows of it waits for the events, copies on a stream of its own, waits for the copy,
-sees that the source still has its memory, and reads the generations again.
+The order, over two processes. The source's host sees a step end, and only then publishes what it computed. A reader
+that knows of it copies on a stream of its own, waits for the copy, sees that the source still has its memory, and reads
+the generations again.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdkv.connectors.arena.device_pool import COPY_BYTES, PeerPool, PoolDevice, StepEvents
-from pdkv.connectors.arena.memory import Arena, PeerArena
+from pdkv.connectors.arena.device_pool import COPY_BYTES, PoolDevice
+from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.pull_worker import Landed, PullPiece
@@ -28,9 +28,6 @@ from pdkv.kernels.streams import Event, Stream, streams_of
 
 if TYPE_CHECKING:
     import torch
-
-LOOK_S = 0.2
-"""Who waits for a source's step looks so often whether the source is still there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,24 +55,18 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         super().__init__(config, arena, notify, io_threads=io_threads, load_timeout_s=load_timeout_s, peers=peers)
         self._device = device
         self._data: torch.Tensor | None = None  # the own pool, (bytes,) uint8
-        self._step_done: StepEvents | None = None  # that peers wait for
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         exported = self._arena.exported
         if exported is None or kv_cache.data_ptr() != exported.data.data_ptr():
             raise ConfigError("connector shared_memory must allocate the KV pool itself (allocate_kv_cache)")
-        self._data, self._step_done = exported.data, exported.step_done
+        self._data = exported.data
         self._compile()
         self._start_on(kv_cache)
 
-    def wait_for_save(self) -> None:
-        """The step's kernels are queued: peers wait for them before they read what is published from now on."""
-        assert self._step_done is not None, "register_kv_caches comes first"
-        self._step_done.record()
-
     def shutdown(self) -> None:
         super().shutdown()
-        self._data = self._step_done = None
+        self._data = None
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
 
@@ -90,11 +81,10 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         assert isinstance(scratch, _Copies)
         peer, pool = self._arenas.pool(*piece.peer_rank, self._device)
         self.check_generations(job, piece, scratch)
-        self._wait_for_step(job, peer, pool)
         pieces = piece.pieces(self.config.layout)
         for part in pieces.cut(COPY_BYTES):
             job.check()
-            self._copy(part, pool.data, scratch)
+            self._copy(part, pool, scratch)
         fence()  # the generations are read after the data
         peer.check_owner()
         return pieces.num_bytes
@@ -102,20 +92,6 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
     def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
         """The digests are made of what has landed."""
         return Landed(self.read(job, piece, scratch))
-
-    def _wait_for_step(self, job: Job, peer: PeerArena, pool: PeerPool) -> None:
-        """Return when all that the source had published when this was called is in its blocks.
-
-        Raises:
-            TransferTimeout, TransferCancelled: the job has to stop.
-            PeerGone: the source has ended, so that its step may never.
-        """
-
-        def late() -> None:
-            job.check()
-            peer.check_owner()
-
-        pool.step_done.wait(lambda: min(job.remaining_s(), LOOK_S), late)
 
     def _copy(self, part: Pieces, source: "torch.Tensor", copies: _Copies) -> None:
         """Copy, and return when it is there: the blocks may be another one's then.

@@ -22,7 +22,7 @@ from pdkv.connectors.base import KVConnectorMetadata, ScheduledRange, SchedulerV
 from pdkv.connectors.multi.wire import MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.p2p.connector import P2PConnector
-from pdkv.connectors.step_done import ON_HOST, make_step_done
+from pdkv.connectors.step_done import ON_HOST, StepDone, StepsDone, make_step_done
 from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.connectors.transfer.units import UnitPool
@@ -364,3 +364,17 @@ def test_a_thread_waits_until_the_event_has_come(monkeypatch: pytest.MonkeyPatch
         step.wait(0.001)
     recorded.compute.release()
     step.wait(0.001)
+
+
+def test_a_plan_waits_for_the_steps_whose_outputs_it_knows_and_not_for_those_under_way() -> None:
+    steps, done = StepsDone(), [StepDone() for _ in range(4)]
+    assert steps.up_to(None) is ON_HOST
+    for number, step in enumerate(done):
+        steps.add(number, step)
+    assert steps.up_to(-1) is ON_HOST
+    assert steps.up_to(1) is done[1]
+    assert steps.up_to(1) is done[1]
+    assert steps.up_to(2) is done[2]
+    assert steps.up_to(None) is done[3], "who does not know waits for all"
+    steps.add(7, StepDone())  # steps without the connector's orders are not among them
+    assert steps.up_to(6) is done[3]

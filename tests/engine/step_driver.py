@@ -79,7 +79,7 @@ class StepDriver:
                 )
             )
             self.computed[key] = stop
-        plan = StepPlan(self._step_id, self._new, scheduled, self._ended, kv_meta=meta)
+        plan = StepPlan(self._step_id, self._new, scheduled, self._ended, kv_meta=meta, settled=self._step_id - 1)
         self._step_id, self._new, self._ended = self._step_id + 1, [], []
         output = self.runner.execute(plan)
         assert not output.failed, output.failed

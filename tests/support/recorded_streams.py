@@ -93,7 +93,7 @@ class RecordedStreams(Streams):
         self._streams.append(stream)
         return stream
 
-    def make_event(self, *, timed: bool = False) -> Event:
+    def make_event(self) -> Event:
         return RecordedEvent(self)
 
     def make_pinned(self, size_bytes: int) -> torch.Tensor:

@@ -30,5 +30,5 @@ class TwinDevice(HostStreams):
 
     is_host = False
 
-    def make_event(self, *, timed: bool = False) -> Event:
+    def make_event(self) -> Event:
         return _Late()

@@ -1,4 +1,4 @@
-"""Devices that are the CPU: pools and events that engines of one process share as those of GPUs are by CUDA IPC.
+"""Devices that are the CPU: pools that engines of one process share as those of GPUs are by CUDA IPC.
 
 Streams are those of kernels/streams.py, so that `use_recorded` makes it a device that runs things late.
 """
@@ -12,14 +12,13 @@ import torch
 from pdkv.connectors.arena.device_pool import DevicePoolAddress, PoolDevice
 from pdkv.connectors.shared_memory import connector as shared_memory_connector
 from pdkv.errors import IncompatiblePeers
-from pdkv.kernels.streams import Event, streams_of
 
 
 class TwinPoolDevice(PoolDevice):
     """A device; handles are numbers of what was exported."""
 
     _numbers = itertools.count()
-    _exported: ClassVar[dict[bytes, torch.Tensor | Event]] = {}
+    _exported: ClassVar[dict[bytes, torch.Tensor]] = {}
 
     def __init__(self, name: str = "twin") -> None:
         self.device = torch.device("cpu")
@@ -27,28 +26,14 @@ class TwinPoolDevice(PoolDevice):
 
     def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
         data = torch.zeros(num_bytes, dtype=torch.uint8)
-        return data, self._export(data)
-
-    def _make_event(self) -> tuple[Event, bytes]:
-        event = streams_of(self.device).make_event()
-        return event, self._export(event)
+        handle = str(next(self._numbers)).encode()
+        self._exported[handle] = data
+        return data, handle
 
     def _map(self, address: DevicePoolAddress) -> torch.Tensor:
         if address.device != self.name:
             raise IncompatiblePeers(f"memory of {address.device} cannot be mapped on {self.name}: no peer access")
-        data = self._exported[address.memory]
-        assert isinstance(data, torch.Tensor)
-        return data
-
-    def _open_event(self, address: DevicePoolAddress, handle: bytes) -> Event:
-        event = self._exported[handle]
-        assert isinstance(event, Event)
-        return event
-
-    def _export(self, what: torch.Tensor | Event) -> bytes:
-        handle = str(next(self._numbers)).encode()
-        self._exported[handle] = what
-        return handle
+        return self._exported[address.memory]
 
 
 def use_twin_pools(monkeypatch: pytest.MonkeyPatch, name: str = "twin") -> None:
