@@ -4,7 +4,7 @@
 
 from pdkv.engine.hooks import PrefillHooks
 from pdkv.engine.kv_cache_manager import PrefixHit
-from pdkv.engine.request import Request, held_blocks
+from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Scheduler
 from pdkv.errors import KVNotFound
 
@@ -29,11 +29,9 @@ def lend(request: Request, scheduler: Scheduler, prefill: PrefillHooks, now: flo
 
 
 def _why_not(request: Request, hit: PrefixHit, scheduler: Scheduler, prefill: PrefillHooks) -> str:
-    """Empty: it is lent. A peer reads by itself, so what is still computed on a device must not be named."""
+    """Empty: it is lent."""
     if not hit.num_tokens:
         return "the cache has nothing of it"
-    if not scheduler.undrawn.isdisjoint(held_blocks(hit.tables)):
-        return "it may still be computed"
     if not prefill.may_lend(scheduler.kv.num_kept(hit.num_tokens)):
         return "too much is leased"
     return ""

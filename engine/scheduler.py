@@ -88,8 +88,6 @@ class Scheduler:
         self.waiting, self.running = self.queues.waiting, self.queues.running
         self.loads = Loads(kv, external, decode, self.queues, timeout_s=limits.kv_load_timeout_s)
         self.trials = Trials()
-        self.undrawn: set[int] = set()
-        """Blocks whose steps are confirmed, but may not have ended on their device: no later step has drawn a token."""
         self.num_preemptions = 0
         self.last_preempted: Request | None = None
         self._prefill = prefill
@@ -155,24 +153,14 @@ class Scheduler:
             if share.num_drawn:
                 result.drawn.append(self._take_drawn(request, output.sampled[request.key], share.num_drawn))
                 stop = request.num_tokens - 1
-            else:
-                self._note_undrawn(request, stop)
             if stop > request.num_confirmed:
                 request.num_confirmed = stop
             if request.num_confirmed >= request.due_at:
                 request.due_at = min(self.kv.commit(request), self.external.report_confirmed(request))
-        if result.drawn:
-            self.undrawn.clear()
         if self.kv.end_step(output.step_id):
             self.queues.needs_step = True
         self._look_after_end_of_trial()
         return result
-
-    def _note_undrawn(self, request: Request, stop: int) -> None:
-        """A part of a prompt up to `stop` is confirmed, and no token was drawn behind it."""
-        first, last = request.num_confirmed // self.kv.block_size, self.kv.blocks_for(stop)
-        for table in request.block_tables:
-            self.undrawn.update(table[first:last])
 
     def _take_drawn(self, request: Request, sampled: SampledTokens, num_drawn: int) -> Drawn:
         """Add what a step drew to the request's output, and give back what it might have drawn."""

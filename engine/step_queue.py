@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+from pdkv.connectors.base import TransferResults
 from pdkv.engine.executor import Ended, Executor
 from pdkv.engine.pending import MAX_PENDING, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
@@ -172,9 +173,20 @@ class StepQueue:
             return
         result = self._run_between(order)
         if self._under_way:
-            self._under_way[-1].behind.append(result)
+            self._under_way[-1].behind.append(self._tell_loads(result) if isinstance(result, Ended) else result)
         else:
             self._deliver(result)
+
+    def _tell_loads(self, ended: Ended) -> Ended | None:
+        """Loads that ended belong to no step under way: their requests join the next one that is planned. Returns the
+        rest, for its turn: a send is over when its step's output has said that there is something to send.
+        """
+        sent, sent_badly, loaded, loaded_badly = ended.transfers
+        if loaded or loaded_badly:
+            self._results.put(Ended(TransferResults({}, {}, loaded, loaded_badly)))
+            self._notify()
+        rest = TransferResults(sent, sent_badly, {}, {})
+        return Ended(rest, ended.stats) if rest or ended.stats is not None else None
 
     def _launch(self, plan: StepPlan) -> None:
         """Launch a step, and finish those that have ended or are too many. Results of those in front of it come first,

@@ -30,7 +30,7 @@ MAX_UNITS = 2048
 """Units of one request: scattered ones must fit into a message."""
 
 STEP_TIMEOUT_S = 10.0
-"""A hand-off leaves with its first token: the step that computed what it names has ended, or is about to."""
+"""A hand-off leaves when the step that computed what it names has ended: there is next to nothing to wait for."""
 
 MAX_OPEN_REQUESTS = 256
 """Of one peer, on the source's side; more are refused."""
@@ -104,7 +104,7 @@ class GatherSource:
     def __init__(
         self, endpoint: NixlEndpoint, units: UnitPool, guard: Callable[[int], AbstractContextManager[None]]
     ) -> None:
-        self.after: StepDone = ON_HOST  # of what has been handed off; what is offered has been waited for
+        self.after: StepDone = ON_HOST  # of what was handed off before it; what is offered has been waited for
         self._endpoint = endpoint
         self._pool = units
         self._guard = guard

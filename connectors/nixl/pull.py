@@ -39,7 +39,6 @@ class NixlPullWorker(NixlWorker, PullWorker):
     ) -> None:
         super().__init__(config, notify, endpoint, options)
         self._table = table
-        self._this_step = ON_HOST
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
@@ -52,11 +51,7 @@ class NixlPullWorker(NixlWorker, PullWorker):
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         super().start_load_kv(meta)
-        self._this_step = meta.this_step or ON_HOST
-
-    def wait_for_save(self) -> None:
-        """The step's kernels are queued: what peers have gathered from now on comes behind them."""
-        self.rank.source.after = self._this_step
+        self.rank.source.after = meta.earlier_steps or ON_HOST
 
     def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
         load, layout, peer = piece.load, self.config.layout, piece.card.layout

@@ -164,7 +164,7 @@ def test_blocks_are_offered_when_their_step_is_over(late: LateStep, options: dic
 
 
 @needs_nixl
-def test_leased_blocks_are_gathered_behind_the_last_step_that_is_queued(late: LateStep) -> None:
+def test_leased_blocks_are_gathered_behind_the_steps_that_were_known_to_have_ended(late: LateStep) -> None:
     options = {"mode": "pull", **GATHERED}
     with closing() as make:
         prefill, decode = make(NixlEngine, "p", options=options), make(NixlEngine, "d", options=options)
@@ -175,9 +175,8 @@ def test_leased_blocks_are_gathered_behind_the_last_step_that_is_queued(late: La
         content = poison(prefill)
         worker = prefill.ranks[0].worker
         meta = prefill.scheduler.build_connector_meta(SchedulerView(1, [], [], [], [], [], []))
-        meta.this_step = late
+        meta.earlier_steps = late
         worker.start_load_kv(meta)
-        worker.wait_for_save()
         decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
         late.wait_asked()
         restore(prefill, content)

@@ -14,6 +14,7 @@ from pdkv.errors import RankTimeout
 from pdkv.wire.messages import EngineCard
 
 WAIT_S = 30.0
+SENT, LOADED = ("sent", 0), ("loaded", 0)
 
 
 class _Step(PendingStep):
@@ -60,7 +61,7 @@ class Device(Executor):
 
     def ask_finished(self) -> Ended:
         self.log.append("ask")
-        return Ended(TransferResults({("t", 0): TransferOutcome()}, {}, {}, {}))
+        return Ended(TransferResults({SENT: TransferOutcome()}, {}, {LOADED: TransferOutcome()}, {}), {})
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         self.log.append("peers")
@@ -143,7 +144,7 @@ def test_the_end_of_a_step_is_found_without_another_order(device: Device, orders
     assert kinds(orders) == [0]
 
 
-def test_what_the_connector_says_between_two_steps_is_asked_at_once_and_told_in_turn(
+def test_of_what_the_connector_says_between_two_steps_loads_are_told_at_once_and_sends_in_turn(
     device: Device, orders: StepQueue
 ) -> None:
     orders.submit(plan(0))
@@ -153,7 +154,13 @@ def test_what_the_connector_says_between_two_steps_is_asked_at_once_and_told_in_
     for _ in range(4):
         orders.run_next()
     assert device.log == ["launch 0", "ask", "peers", "launch 1", "finish 0"]
-    assert kinds(orders) == [0, "Ended"]
+    loads, step, sends = orders.collect()
+    assert isinstance(loads, Ended)
+    assert isinstance(step, StepOutput)
+    assert isinstance(sends, Ended)
+    assert (list(loads.transfers.finished_receiving), loads.transfers.finished_sending) == ([LOADED], {})
+    assert (list(sends.transfers.finished_sending), sends.transfers.finished_receiving) == ([SENT], {})
+    assert (loads.stats, sends.stats) == (None, {})
     device.computed.add(1)
     orders.run_next()
     assert kinds(orders) == [1]
