@@ -284,6 +284,11 @@ class TransferResults(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self[0] or self[1] or self[2] or self[3])
 
+    @property
+    def has_sends(self) -> bool:
+        """Whether a transfer from here is among them."""
+        return bool(self.finished_sending or self.failed_sending)
+
 
 NO_TRANSFERS = TransferResults({}, {}, {}, {})
 

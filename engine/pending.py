@@ -3,12 +3,11 @@
 from abc import ABC, abstractmethod
 from typing import Final
 
+from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.plan import StepOutput
 
 MAX_PENDING: Final = 1
-"""Steps that may be unfinished while another one is launched. A request that arrives, or whose KV does, joins the batch
-behind those that are launched already, so one more costs it a whole step.
-"""
+"""Steps that may be unfinished while another one is launched: with one an H100 does not wait for its host."""
 
 
 class PendingStep(ABC):
@@ -22,6 +21,15 @@ class PendingStep(ABC):
         Raises:
             RankTimeout: it should have been by now.
         """
+
+    @property
+    def has_sends(self) -> bool:
+        """Whether its launch found ends of sends, which its output tells."""
+        return False
+
+    def take_loads(self) -> TransferResults:
+        """Ends of loads that its launch found: its output does not tell them then."""
+        return NO_TRANSFERS
 
     @abstractmethod
     def finish(self) -> StepOutput:

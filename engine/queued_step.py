@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.connectors.base import TransferResults
 from pdkv.engine.batch import IntArray, PersistentBatch
 from pdkv.engine.device_tokens import DeviceTokens
 from pdkv.engine.drafts import DrawRows
@@ -79,6 +80,15 @@ class QueuedStep(PendingStep):
     @property
     def is_done(self) -> bool:
         return self._output is not None or self._draws.results.are_there
+
+    @property
+    def has_sends(self) -> bool:
+        return self._rest.transfers.has_sends
+
+    def take_loads(self) -> TransferResults:
+        sent, sent_badly, loaded, loaded_badly = self._rest.transfers
+        self._rest = msgspec.structs.replace(self._rest, transfers=TransferResults(sent, sent_badly, {}, {}))
+        return TransferResults({}, {}, loaded, loaded_badly)
 
     def finish(self) -> StepOutput:
         if self._output is None:

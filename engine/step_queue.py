@@ -1,4 +1,5 @@
-"""Orders to an executor and what came of them, both in order: the model may run on a thread of its own.
+"""Orders to an executor and what came of them, both in order but for loads that have ended: the model may run on a
+thread of its own.
 
 Whatever touches the workers passes through here: steps, the question what transfers have ended, news of peers. So they
 happen between two steps and in the order in which the engine's loop gave them, whatever thread runs them.
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from pdkv.connectors.base import TransferResults
+from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.executor import Ended, Executor
 from pdkv.engine.pending import MAX_PENDING, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
@@ -173,20 +174,27 @@ class StepQueue:
             return
         result = self._run_between(order)
         if self._under_way:
-            self._under_way[-1].behind.append(self._tell_loads(result) if isinstance(result, Ended) else result)
+            if isinstance(result, Ended) and not (result.transfers.has_sends or self._has_sends):
+                self._tell_loads(result.transfers)
+                result = None if result.stats is None else Ended(NO_TRANSFERS, result.stats)
+            self._under_way[-1].behind.append(result)
         else:
             self._deliver(result)
 
-    def _tell_loads(self, ended: Ended) -> Ended | None:
-        """Loads that ended belong to no step under way: their requests join the next one that is planned. Returns the
-        rest, for its turn: a send is over when its step's output has said that there is something to send.
+    def _tell_loads(self, loads: TransferResults) -> None:
+        """Loads that ended belong to no step under way: their requests join the next one that is planned. Those behind
+        the end of a send wait with it, since a store may have stored what it then could not load.
         """
-        sent, sent_badly, loaded, loaded_badly = ended.transfers
-        if loaded or loaded_badly:
-            self._results.put(Ended(TransferResults({}, {}, loaded, loaded_badly)))
+        if loads:
+            self._results.put(Ended(loads))
             self._notify()
-        rest = TransferResults(sent, sent_badly, {}, {})
-        return Ended(rest, ended.stats) if rest or ended.stats is not None else None
+
+    @property
+    def _has_sends(self) -> bool:
+        """Whether the end of a send waits for its turn: its step's output says that there is something to send."""
+        behind = (result for _, results in self._under_way for result in results)
+        told_later = any(isinstance(result, Ended) and result.transfers.has_sends for result in behind)
+        return told_later or any(step.has_sends for step, _ in self._under_way)
 
     def _launch(self, plan: StepPlan) -> None:
         """Launch a step, and finish those that have ended or are too many. Results of those in front of it come first,
@@ -198,6 +206,8 @@ class StepQueue:
             self._finish_all()
             raise
         self._under_way.append(_UnderWay(step, []))
+        if not self._has_sends:
+            self._tell_loads(step.take_loads())
         while self._under_way and (len(self._under_way) > MAX_PENDING or self._under_way[0].step.is_done):
             self._finish_first()
 

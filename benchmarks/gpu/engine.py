@@ -1,5 +1,5 @@
 """A model of Llama 3.1 8B's shape, random, in bfloat16: a decode step, of the time in which its bytes can be read;
-tokens a second, of those of transformers; and how long the device waits for its host between two steps.
+tokens a second, of those of transformers; and how long the device waits for its host.
 """
 
 import json

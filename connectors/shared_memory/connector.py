@@ -39,6 +39,7 @@ class SharedMemoryConnector(KVConnector):
     """Owns the engine's arena; its block table and KV pool lie there."""
 
     kind: ClassVar[ConnectorKind] = "pull"
+    wire_version: ClassVar[int] = 2  # no events in the card: what is published is there
     kv_groups: ClassVar[bool] = True
     content_addressed: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata

@@ -99,7 +99,7 @@ def test_chunks_in_mid_prompt_call_every_layer_too(tiny_model_dir: Path) -> None
 def test_a_step_s_end_is_recorded_behind_its_kernels_and_told_to_its_readers(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk that draws no token returns while a device computes: what reads its KV waits for the event."""
+    """A launch returns while a device computes: what reads a step's KV waits for its event."""
 
     class Step(StepDone):
         def record(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdkv.connectors.base import NO_TRANSFERS, TransferOutcome, TransferResults
+from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.executor import Ended, Executor
 from pdkv.engine.pending import PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
@@ -20,6 +20,16 @@ SENT, LOADED = ("sent", 0), ("loaded", 0)
 class _Step(PendingStep):
     def __init__(self, device: "Device", number: int) -> None:
         self._device, self._number = device, number
+        self._found = device.found_by_launch.pop(number, NO_TRANSFERS)
+
+    @property
+    def has_sends(self) -> bool:
+        return self._found.has_sends
+
+    def take_loads(self) -> TransferResults:
+        loads = self._found._replace(finished_sending={})
+        self._found = self._found._replace(finished_receiving={})
+        return loads
 
     @property
     def is_done(self) -> bool:
@@ -32,7 +42,7 @@ class _Step(PendingStep):
         self._device.log.append(f"finish {self._number}")
         if self._number in self._device.fails_at_finish:
             raise RankTimeout(f"step {self._number} did not end")
-        return StepOutput(self._number, {}, {}, NO_TRANSFERS)
+        return StepOutput(self._number, {}, {}, self._found)
 
 
 class Device(Executor):
@@ -44,6 +54,8 @@ class Device(Executor):
         self.overdue: set[int] = set()
         self.fails_at_finish: set[int] = set()
         self.fails_at_launch: set[int] = set()
+        self.ended = NO_TRANSFERS
+        self.found_by_launch: dict[int, TransferResults] = {}
         self.looks = 0
         self.computes_after = 0  # looks
 
@@ -61,7 +73,7 @@ class Device(Executor):
 
     def ask_finished(self) -> Ended:
         self.log.append("ask")
-        return Ended(TransferResults({SENT: TransferOutcome()}, {}, {LOADED: TransferOutcome()}, {}), {})
+        return Ended(self.ended, {})
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         self.log.append("peers")
@@ -144,9 +156,30 @@ def test_the_end_of_a_step_is_found_without_another_order(device: Device, orders
     assert kinds(orders) == [0]
 
 
-def test_of_what_the_connector_says_between_two_steps_loads_are_told_at_once_and_sends_in_turn(
-    device: Device, orders: StepQueue
+BOTH = TransferResults({SENT: TransferOutcome()}, {}, {LOADED: TransferOutcome()}, {})
+SEND, LOAD = BOTH._replace(finished_receiving={}), BOTH._replace(finished_sending={})
+
+
+def told(orders: StepQueue) -> list[int | tuple[list[TransferKey], list[TransferKey]]]:
+    """Steps, and what has been sent and loaded, in order."""
+    found: list[int | tuple[list[TransferKey], list[TransferKey]]] = []
+    for result in orders.collect():
+        assert isinstance(result, StepOutput | Ended)
+        ends = list(result.transfers.finished_sending), list(result.transfers.finished_receiving)
+        found += [result.step_id] if isinstance(result, StepOutput) else []
+        found += [ends] if any(ends) else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [(SEND, [0, ([SENT], [])]), (LOAD, [([], [LOADED]), 0]), (BOTH, [0, ([SENT], [LOADED])])],
+    ids=["send", "load", "both"],
+)
+def test_what_the_connector_says_between_two_steps_is_asked_at_once_and_sends_are_told_in_turn(
+    device: Device, orders: StepQueue, ended: TransferResults, expected: list[object]
 ) -> None:
+    device.ended = ended
     orders.submit(plan(0))
     orders.ask_finished()
     orders.update_peers([], [])
@@ -154,17 +187,41 @@ def test_of_what_the_connector_says_between_two_steps_loads_are_told_at_once_and
     for _ in range(4):
         orders.run_next()
     assert device.log == ["launch 0", "ask", "peers", "launch 1", "finish 0"]
-    loads, step, sends = orders.collect()
-    assert isinstance(loads, Ended)
-    assert isinstance(step, StepOutput)
-    assert isinstance(sends, Ended)
-    assert (list(loads.transfers.finished_receiving), loads.transfers.finished_sending) == ([LOADED], {})
-    assert (list(sends.transfers.finished_sending), sends.transfers.finished_receiving) == ([SENT], {})
-    assert (loads.stats, sends.stats) == (None, {})
+    assert told(orders) == expected
     device.computed.add(1)
     orders.run_next()
-    assert kinds(orders) == [1]
+    assert told(orders) == [1]
     assert orders.is_done
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(LOAD, [([], [LOADED]), 0, 1]), (SEND, [0, ([SENT], []), 1]), (BOTH, [0, ([SENT], [LOADED]), 1])],
+    ids=["load", "send", "both"],
+)
+def test_loads_that_a_launch_finds_ended_do_not_wait_for_its_step(
+    device: Device, orders: StepQueue, found: TransferResults, expected: list[object]
+) -> None:
+    device.found_by_launch[0] = found
+    for number in range(2):
+        orders.submit(plan(number))
+        orders.run_next()
+    device.computed.add(1)
+    orders.run_next()
+    assert told(orders) == expected
+
+
+def test_a_load_waits_for_the_send_before_it(device: Device, orders: StepQueue) -> None:
+    """Of a store: it is told what was stored before what it could not find."""
+    orders.submit(plan(0))
+    orders.run_next()
+    for device.ended in (SEND, LOAD):
+        orders.ask_finished()
+        orders.run_next()
+    assert told(orders) == []
+    device.computed.add(0)
+    orders.run_next()
+    assert told(orders) == [0, ([SENT], []), ([], [LOADED])]
 
 
 def test_a_launch_that_fails_is_told_behind_the_step_before_it(device: Device, orders: StepQueue) -> None:

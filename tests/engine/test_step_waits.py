@@ -13,6 +13,7 @@ from step_plans import new, outputs, share, tokens
 from tape import TapeRecorder
 from twin_device import TwinDevice
 
+from pdkv.connectors.base import TransferOutcome, TransferResults
 from pdkv.engine import readback
 from pdkv.engine.attention import select
 from pdkv.engine.attention.cuda import CudaAttention
@@ -269,3 +270,15 @@ def test_its_time_begins_with_the_end_of_the_one_before(two_steps: list[PendingS
     clock.now = 13.0
     with pytest.raises(RankTimeout, match="within 10 s"):
         _ = two_steps[1].is_done
+
+
+def test_loads_that_a_launch_found_ended_can_be_taken_out_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "HOST", TwinDevice())
+    found = TransferResults({("sent", 0): TransferOutcome()}, {}, {("loaded", 0): TransferOutcome()}, {})
+    worker: Any = SimpleNamespace(get_finished=lambda: found, get_stats=dict)
+    runner = chain_runner(worker=worker)
+    step = runner.launch(StepPlan(0, [new("a", [3, 4], 0)], [share("a", 0, 2)], []))
+    assert step.has_sends
+    assert step.take_loads() == found._replace(finished_sending={})
+    assert not step.take_loads()
+    assert step.finish().transfers == found._replace(finished_receiving={})
