@@ -182,10 +182,12 @@ def cpu_seconds(server: Server) -> CpuSeconds:
     return CpuSeconds(engines, process_cpu_seconds(_router_pid(server.pid)))
 
 
-def metric(server: Server, name: str) -> float:
-    """The sum of a Prometheus metric over its labels."""
+def metric(server: Server, name: str, **labels: str) -> float:
+    """The sum of a Prometheus metric over its labels, but for those given."""
     lines = get(server.url + "/metrics").decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+    own = [line for line in lines if line.startswith(name + "{")]
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(line.rpartition(" ")[2]) for line in own if all(each in line for each in wanted))
 
 
 def process_cpu_seconds(pid: int) -> float:

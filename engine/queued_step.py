@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.connectors.base import TransferResults
+from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.batch import IntArray, PersistentBatch
 from pdkv.engine.device_tokens import DeviceTokens
 from pdkv.engine.drafts import DrawRows
@@ -87,6 +87,8 @@ class QueuedStep(PendingStep):
 
     def take_loads(self) -> TransferResults:
         sent, sent_badly, loaded, loaded_badly = self._rest.transfers
+        if not (loaded or loaded_badly):
+            return NO_TRANSFERS
         self._rest = msgspec.structs.replace(self._rest, transfers=TransferResults(sent, sent_badly, {}, {}))
         return TransferResults({}, {}, loaded, loaded_badly)
 

@@ -2,11 +2,10 @@
 for which KV comes back from host memory.
 """
 
-import re
 from collections.abc import Iterator
 
 from benchmarks.report import Claim
-from benchmarks.servers import Server, get, pdkv, post
+from benchmarks.servers import Server, metric, pdkv, post
 
 PROMPTS = ["The first token", "waits for the prompt,", "and every further one", "for its turn: " * 40]
 LONG_PROMPTS = [f"{number}: " + "the next one waits for its turn. " * 20 for number in range(6)]
@@ -31,7 +30,10 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     tier = ["--kv-host-memory", "64MiB", "--connector-config", "store.min_hit_tokens=1"]
     with pdkv(None, prefill=1, decode=1, options=_options(device, *_SMALL_POOL, *tier)) as server:
         twice = [_complete(server, prompt) for prompt in LONG_PROMPTS * 2]
-        tokens = {source: _prefill_tokens(server, source) for source in ("computed", "store")}
+        tokens = {
+            source: metric(server, "pdkv_engine_prompt_tokens_total", role="prefill", source=source)
+            for source in ("computed", "store")
+        }
     wrong = _num_different(expected[len(PROMPTS) :] * 2, twice)
     name = f"with a pool too small and host memory, {device} against cpu: other answers"
     yield Claim(name, wrong / len(twice), 0.0, "lower", {"start s": server.start_s})
@@ -53,9 +55,3 @@ def _complete(server: Server, prompt: str) -> list[int]:
 
 def _num_different(one: list[list[int]], other: list[list[int]]) -> int:
     return sum(a != b for a, b in zip(one, other, strict=True))
-
-
-def _prefill_tokens(server: Server, source: str) -> float:
-    """Prompt tokens that the prefill engine had from there."""
-    pattern = rf'^pdkv_engine_prompt_tokens_total\{{.*role="prefill",source="{source}"\}} (\S+)$'
-    return sum(map(float, re.findall(pattern, get(server.url + "/metrics").decode(), re.MULTILINE)))

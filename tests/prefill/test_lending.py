@@ -276,7 +276,8 @@ def test_what_is_confirmed_of_a_prompt_is_lent_while_the_rest_is_computed(make_t
         turns.lender.step(turns.now)
     turns.lender.take_messages(turns.now)
     turns.lender.handle("r", turns.question(prompt), turns.now)
-    assert of_type(turns.run_lender(), HandedOff)
+    said = [message for _, sent in turns.lender.take_messages(turns.now) for message in sent]
+    assert of_type(said, HandedOff)
 
 
 def test_a_hand_off_must_be_one_that_was_lent_to_this_request(make_turns: Callable[..., Turns]) -> None:
