@@ -56,9 +56,11 @@ def _tcp(pid: int, inodes: set[str]) -> Iterator[Listener]:
 def _unix(pid: int, inodes: set[str]) -> Iterator[Listener]:
     for line in _lines(pid, "unix"):
         fields = line.split()
-        kind = _UNIX_TYPES[int(fields[4], 16)]
+        if len(fields) < 8 or fields[6] not in inodes:
+            continue
+        kind = _UNIX_TYPES.get(int(fields[4], 16))  # others' sockets and those about to close may have type 0
         open_to_all = kind == socket.SOCK_DGRAM or int(fields[3], 16) & _UNIX_ACCEPTS
-        if len(fields) < 8 or fields[6] not in inodes or not open_to_all:
+        if kind is None or not open_to_all:
             continue
         path = fields[7]
         if path.startswith("@"):
