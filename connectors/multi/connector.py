@@ -164,12 +164,14 @@ class MultiConnector(KVConnector):
     def for_options(cls, options: Mapping[str, str]) -> "type[MultiConnector]":
         specs = parse_children(options)
         connectors = [spec.connector for spec in specs]
+        kind = kind_of(specs)
         flags: dict[str, Any] = {
             "specs": specs,
-            "kind": kind_of(specs),
+            "kind": kind,
             "legal_orders": orders_of(specs),
             "content_addressed": all(c.content_addressed for c in connectors),
             "concurrent": any(c.concurrent for c in connectors),
+            "lends": any(c.lends for c in connectors if c.kind == kind),
             "kv_groups": all(c.kv_groups for c in connectors),
             "one_process": any(c.one_process for c in connectors),
         }

@@ -89,7 +89,7 @@ class MultiScheduler(SchedulerConnector):
     ) -> None:
         self.observes = reduce(or_, (scheduler.observes for scheduler in schedulers), OBSERVES_NOTHING)
         self._num_fallbacks: Counter[int] = Counter()  # loads that another child took over, by who failed
-        self.views = ChildViews(kind, [child.connector.kind for child in children])
+        self.views = ChildViews(kind, children)
         self.sending = SendingTable()
         self._engine = config.engine
         self._children = children
@@ -239,15 +239,17 @@ class MultiScheduler(SchedulerConnector):
         if request.kv != "handoff":
             return FinishDecision(hold_blocks=any(answer.hold_blocks for answer in answers))
         kinds = [child.connector.kind for child in self._children]
-        payloads = bound_handoff(
-            [
-                None if k == "pull" and not a.hold_blocks else a.payload or b""
-                for k, a in zip(kinds, answers, strict=True)
-            ]
-        )
+        takes_part = [
+            self.views.lends(key, i) and (kinds[i] != "pull" or answer.hold_blocks) for i, answer in enumerate(answers)
+        ]
+        payloads = bound_handoff([answer.payload or b"" if takes_part[i] else None for i, answer in enumerate(answers)])
         holding = [i for i, answer in enumerate(answers) if answer.hold_blocks and payloads[i] is not None]
         is_leased = any(kinds[i] == "pull" for i in holding)  # until its reader releases it
-        senders = {i for i, kind in enumerate(kinds) if kind == "store" or (kind == "push" and i in holding)}
+        senders = {
+            i
+            for i, kind in enumerate(kinds)
+            if takes_part[i] and (kind == "store" or (kind == "push" and i in holding))
+        }
         if self.observes != OBSERVES_NOTHING:
             self.sending.begin(key, senders, tells_failure=not is_leased)
         until_release = is_leased or any(answers[i].until_release for i in holding)

@@ -5,8 +5,17 @@ from typing import TypeVar
 
 import msgspec
 
-from pdkv.connectors.base import ConfirmedRange, Observed, RequestView, ScheduledRange, SchedulerView, Shown
-from pdkv.connectors.multi.wire import decode_handoff, decode_ticket
+from pdkv.connectors.base import (
+    ConfirmedRange,
+    Observed,
+    RequestView,
+    ScheduledRange,
+    SchedulerView,
+    Shown,
+    TransferKey,
+)
+from pdkv.connectors.multi.wire import Child, decode_handoff, decode_ticket
+from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import ConnectorKind
 
 Range = TypeVar("Range", ScheduledRange, ConfirmedRange)
@@ -15,16 +24,21 @@ Range = TypeVar("Range", ScheduledRange, ConfirmedRange)
 class ChildViews:
     """Views of one engine's requests, by child."""
 
-    def __init__(self, kind: ConnectorKind, kinds: Sequence[ConnectorKind]) -> None:
-        """`kind`: of all together; `kinds`: of each child."""
+    def __init__(self, kind: ConnectorKind, children: Sequence[Child]) -> None:
+        """`kind`: of all together."""
         self.num_malformed = 0  # hand-offs and tickets that could not be read
         self._kind = kind
-        self._kinds = kinds
+        self._kinds = [child.connector.kind for child in children]
+        self._lends = [child.connector.lends for child in children]
+
+    def lends(self, key: TransferKey, child: int) -> bool:
+        """Whether a child has a part in what is handed off under that key: all have, except in a loan."""
+        return not is_lent(key[0]) or self._lends[child]
 
     def request(self, request: RequestView, child: int) -> RequestView | None:
         """A request as one child sees it; None: the hand-off has nothing for that child."""
-        kind = self._kinds[child]
-        if self._kind == "push" and kind == "pull" and request.kv != "local":
+        is_idle = self._kind == "push" and self._kinds[child] == "pull" and request.kv != "local"
+        if is_idle or not self.lends(request.transfer_key, child):
             return msgspec.structs.replace(request, kv="local", handoff=None, ticket=None)
         if request.ticket is None and request.handoff is None:
             return request
@@ -37,14 +51,19 @@ class ChildViews:
         if request.handoff is not None:
             payloads = decode_handoff(request.handoff.payload, len(self._kinds))
             self.num_malformed += payloads is None
-            if payloads is None or (payload := payloads[child]) is None:
+            payload = None if payloads is None else payloads[child]
+            if request.kv == "handoff" and (payload is None or not self._lends[child]):
+                return msgspec.structs.replace(view, handoff=None)  # nothing is lent to it: it may find the KV itself
+            if payload is None:
                 return None
             view = msgspec.structs.replace(view, handoff=msgspec.structs.replace(request.handoff, payload=payload))
         return view
 
     def step(self, view: SchedulerView, child: int, observes: Observed) -> SchedulerView:
-        """A step as one child sees it. Only a push is shown a hand-off again, for a late ticket."""
-        confirmed = view.confirmed if observes.confirmed else ()
+        """A step as one child sees it: a hand-off again, for a late ticket, if it pushes; a loan if it lends."""
+        confirmed: Sequence[ConfirmedRange] = view.confirmed if observes.confirmed else ()
+        if not self._lends[child]:
+            confirmed = [c for c in confirmed if not is_lent(c.request.transfer_id)]
         if self._kinds[child] != "push":
             confirmed = [c for c in confirmed if not c.last or c.request.transfer_key in view.finished]
         elif not observes.confirmed & Shown.OTHERS:

@@ -23,6 +23,8 @@ NUM_ANSWER = 60
 QUESTIONS = [random.Random(f"question {i}").choices(range(2, 258), k=n) for i, n in enumerate((120, 30, 45, 20, 25))]
 SMALL_VALUES = (f"tokens_per_value={BLOCK}", f"min_hit_tokens={BLOCK}", "lookup_timeout_s=20")
 SMALL_TIER_VALUES = tuple(f"store.{option}" for option in SMALL_VALUES)
+OWN_STORE = ("--kv-store", "memory://?capacity=64MiB")
+"""Of each process: what others have computed is not found there, only lent."""
 CONNECTORS = {
     "shared_memory": ("--connector", "shared_memory", "--connector-config", f"min_hit_tokens={BLOCK}"),
     "nixl": ("--connector", "nixl"),
@@ -30,9 +32,11 @@ CONNECTORS = {
     "p2p concurrent": ("--connector", "p2p", "--order", "concurrent"),
     "p2p": ("--connector", "p2p", "--order", "needs_peer_first"),
     "store": ("--connector", "store", "--connector-config", "url=file://{directory}/kv", *SMALL_VALUES),
+    "nixl, own stores": ("--connector", "nixl", *OWN_STORE),
+    "nixl push, own stores": ("--connector", "nixl", *OWN_STORE, "--connector-config", "mode=push"),
     "nixl, host memory": ("--connector", "nixl", "--kv-host-memory", "64MiB", "--connector-config", *SMALL_TIER_VALUES),
 }
-SLOW = ("nixl push", "p2p", "store")
+SLOW = ("nixl push", "nixl push, own stores", "p2p", "store")
 
 
 class Turn(NamedTuple):

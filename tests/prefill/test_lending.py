@@ -12,9 +12,11 @@ import msgspec
 import pytest
 from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
+from state_machine.standin_store import STAND_IN_STORE, store_of
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
+from pdkv.connectors.multi.wire import decode_handoff
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import (
@@ -40,6 +42,21 @@ SECOND = [*FIRST, *ANSWER, *range(120, 125)]
 NUM_LENT = 16
 NAMES = (f"lending-{i}" for i in count())
 
+MODES = ["pull", "push", "pull+store", "store+push"]
+"""One connector, or several as one; a store is the engine's alone, so what others have is not found there."""
+
+
+def options_of(mode: str, fabric: str, engine: str) -> dict[str, str]:
+    """Those of a connector, or of `multi`."""
+    children = mode.split("+")
+    if len(children) == 1:
+        return {"fabric": fabric, "mode": mode}
+    options = {"connectors": ",".join(STAND_IN_STORE if child == "store" else "memory" for child in children)}
+    for i, child in enumerate(children):
+        options[f"{i}.mode"] = child
+        options[f"{i}.fabric"] = f"{fabric}-{engine}" if child == "store" else fabric
+    return options
+
 
 class Turns:
     """An engine that has run the first turn, and one that gets the second and has nothing of it."""
@@ -58,14 +75,14 @@ class Turns:
         handoff = HandoffConfig(connector="memory", kv_load_timeout_s=5.0, lease_timeout_s=20.0)
         make = partial(
             make_core,
-            options={"fabric": self.name, "mode": mode},
+            connector="multi" if "+" in mode else "memory",
             handoff=handoff,
             num_blocks=num_blocks,
             groups=groups,
             max_model_len=60 if groups else None,
         )
-        self.make = make
-        self.lender, self.borrower = make(name="d", limits=limits), make(name="p")
+        self.make = lambda name, **own: make(name=name, options=options_of(mode, self.name, name), **own)
+        self.lender, self.borrower = self.make("d", limits=limits), self.make("p")
         for core in (self.lender, self.borrower):
             core.handle("r", Peers([self.lender.card, self.borrower.card]), 0.0)
         self.lender.handle("r", submit(FIRST, request_id="first", max_tokens=10), 0.0)
@@ -142,7 +159,7 @@ def make_turns() -> Iterator[Callable[..., Turns]]:
         MemoryFabric.unbind(turns.name)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("mode", MODES)
 def test_the_next_turn_computes_what_is_new_and_reads_the_rest(make_turns: Callable[..., Turns], mode: str) -> None:
     turns = make_turns(mode)
     handoff = turns.lend()
@@ -155,7 +172,39 @@ def test_the_next_turn_computes_what_is_new_and_reads_the_rest(make_turns: Calla
     turns.check_second(said, SourceCounts(computed=len(SECOND) - NUM_LENT, store=NUM_LENT))
 
 
-@pytest.mark.parametrize(("mode", "code"), [("pull", "stale_generation"), ("push", "kv_not_found")])
+def test_a_store_has_no_part_in_a_loan(make_turns: Callable[..., Turns]) -> None:
+    """What was evicted from it is not saved again, and the hand-off has nothing for it."""
+    turns = make_turns("pull+store")
+    store = store_of(MemoryFabric.named(f"{turns.name}-d"))
+    for name, _ in store.blocks():
+        store.discard(name)
+    handoff = turns.lend()
+    lent, stored = decode_handoff(handoff.payload, 2) or ()
+    assert lent
+    assert stored is None
+    assert not of_type(turns.run_lender(), KVReady)
+    assert len(store) == 0
+
+
+def test_where_nothing_is_lent_a_store_is_asked(make_turns: Callable[..., Turns]) -> None:
+    """The borrower does not know the lender; its store has what the lender computed."""
+    turns = make_turns("pull+store")
+    for name, content in store_of(MemoryFabric.named(f"{turns.name}-d")).blocks():
+        store_of(MemoryFabric.named(f"{turns.name}-p")).put(name, content)
+    handoff = msgspec.structs.replace(turns.lend(), epoch="another")
+    sources = SourceCounts(computed=len(SECOND) - NUM_LENT, store=NUM_LENT)
+    turns.check_second(turns.borrow(handoff) + turns.finish(), sources)
+
+
+@pytest.mark.parametrize(
+    ("mode", "code"),
+    [
+        ("pull", "stale_generation"),
+        ("push", "kv_not_found"),
+        ("store+pull", "stale_generation"),
+        ("push+store", "kv_not_found"),
+    ],
+)
 def test_what_was_evicted_meanwhile_is_a_counted_miss(make_turns: Callable[..., Turns], mode: str, code: str) -> None:
     turns = make_turns(mode)
     handoff = turns.lend()
@@ -170,7 +219,7 @@ def test_what_was_evicted_meanwhile_is_a_counted_miss(make_turns: Callable[..., 
     turns.check_second(said, SourceCounts(recomputed=len(SECOND)))
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_load_that_takes_longer_than_the_router_allows_is_computed(
     make_turns: Callable[..., Turns], mode: str
 ) -> None:
@@ -188,7 +237,7 @@ def test_a_load_that_takes_longer_than_the_router_allows_is_computed(
 def test_a_loan_that_is_given_up_leaves_what_its_borrower_hands_over_alone(make_turns: Callable[..., Turns]) -> None:
     """Both have the name of the request's attempt. The borrower's own hit is on its way when the loan's time is up."""
     turns = make_turns("push")
-    reader = turns.make(name="e")
+    reader = turns.make("e")
     for core in (turns.lender, turns.borrower, reader):
         core.handle("r", Peers([c.card for c in (turns.lender, turns.borrower, reader)]), turns.now)
     turns.borrower.handle("r", submit(FIRST, request_id="hit", max_tokens=1), turns.now)
@@ -213,7 +262,7 @@ def test_a_loan_that_is_given_up_leaves_what_its_borrower_hands_over_alone(make_
 
 
 def test_an_engine_that_does_not_know_the_lender_computes(make_turns: Callable[..., Turns]) -> None:
-    for mode in ("pull", "push"):
+    for mode in MODES:
         turns = make_turns(mode)
         handoff = msgspec.structs.replace(turns.lend(), epoch="another")
         turns.check_second(turns.borrow(handoff) + turns.finish(), SourceCounts(computed=len(SECOND)))
@@ -230,8 +279,9 @@ def test_a_loan_ends_by_itself_sooner_than_other_leases(make_turns: Callable[...
     assert not turns.lender.prefill.holds((lent_id("t-a"), 0))
 
 
-def test_a_borrower_hears_that_the_lease_ended_before_all_was_sent(make_turns: Callable[..., Turns]) -> None:
-    turns = make_turns("push")
+@pytest.mark.parametrize("mode", ["push", "push+store"])
+def test_a_borrower_hears_that_the_lease_ended_before_all_was_sent(make_turns: Callable[..., Turns], mode: str) -> None:
+    turns = make_turns(mode)
     (handed,) = of_type(turns.ask(timeout_s=3.0), HandedOff)
     assert isinstance(handed, HandedOff)
     said = turns.borrow(handed.handoff)

@@ -44,6 +44,7 @@ from pdkv.errors import ConfigError, UnknownConnector
 from pdkv.launch.engine_process import _check_connector
 from pdkv.launch.specs import EngineSpec
 from pdkv.prefill.role import PrefillRole
+from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import MAX_BLOB_BYTES, Finished, HandedOff, KVLayout, KVReady, Loaded, Peers, Release
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
@@ -138,6 +139,13 @@ def test_kind_and_orders_follow_from_the_children(names: list[str], kind: str, o
     assert connector.orders() == orders
     assert connector.content_addressed == (set(names) == {"store"})
     assert connector.concurrent == ("push" in names)
+
+
+@pytest.mark.parametrize(
+    ("names", "lends"), [(["pull", "store"], True), (["store", "push"], True), (["store", "store"], False)], ids=str
+)
+def test_lends_where_its_hand_offs_do(names: list[str], lends: bool) -> None:
+    assert type(with_modes(*names)).lends is lends
 
 
 @pytest.mark.parametrize(
@@ -519,3 +527,11 @@ def test_only_a_push_is_shown_a_hand_off_again() -> None:
         view = SchedulerView(1, [], [last], [], finished, [], [])
         children = enumerate((Observed(), PushScheduler.observes))
         assert [len(scheduler.views.step(view, child, o).confirmed) for child, o in children] == shown
+
+
+def test_who_lends_nothing_takes_a_loans_request_for_a_local_one() -> None:
+    scheduler = with_modes("store", "pull").make_scheduler_side()
+    assert isinstance(scheduler, MultiScheduler)
+    lent = RequestView(lent_id("a"), 0, lent_id("t"), "handoff", 11, 10, [b"k"] * 2)
+    seen = [scheduler.views.request(lent, child) for child in range(2)]
+    assert [view is not None and view.kv for view in seen] == ["local", "handoff"]
