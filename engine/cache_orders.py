@@ -1,4 +1,4 @@
-"""What operators ask of an engine's cache and of the tiers below it: the pool answers at once, tiers by and by."""
+"""What operators ask of an engine's cache and of the tiers below it: the pool answers at once, tiers when they can."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The free blocks of a pool in the order in which they are reused, in arrays: many come and go at the price of few.
+"""The free blocks of a pool in the order in which they are reused, in arrays: many blocks cost little more than a few.
 
 Those without content go first, the last to come free before the others; then those with content, the longest free one
 first. A block that leaves from the middle leaves its entry behind, which no longer counts.

@@ -1,4 +1,4 @@
-"""What the routers were told of tiers below this engine's cache; one that joins later is told it, too."""
+"""What the routers have been told about the tiers below this engine's cache; one that joins later is told it, too."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the largest step, and captured ones, leave of a GPU's memory for KV."""
+"""How much of a GPU's memory is left for KV beside the largest step and the captured graphs."""
 
 from collections.abc import Sequence
 

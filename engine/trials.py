@@ -1,7 +1,7 @@
 """Suspects run alone: while one does, no step has another request in it, and its router knows (docs/failures.md).
 
-Either end of such a time is agreed on with the router. So what ends the engine meanwhile can be laid to that request,
-and what ends it before or after cannot, whichever of the last words of a dying process arrive.
+Either end of such a time is agreed on with the router. So a crash during that time can be blamed on that request,
+and one before or after cannot, whichever of the dying process's last messages arrive.
 """
 
 from typing import Literal

@@ -1,8 +1,8 @@
 """The `nixl` connector: engines exchange KV by NIXL over UCX, within a host or between hosts, from CPU or GPU memory.
 
-mode=pull: decode reads the blocks that prefill keeps under lease. mode=push: prefill writes into the blocks that
-decode has allocated. Either way small or differently cut pieces are gathered by their source and read by their
-receiver (gather.py).
+mode=pull: decode reads the blocks that prefill keeps under lease. mode=push: prefill offers KV as it is computed,
+and decode reads it into the blocks that it has allocated. Either way small or differently cut pieces are gathered by
+their source and read by their receiver (gather.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +101,7 @@ class NixlPullConnector(NixlConnector):
 
 
 class NixlPushConnector(NixlConnector):
-    """Prefill writes."""
+    """Prefill offers, decode reads."""
 
     kind: ClassVar[ConnectorKind] = "push"
     lends: ClassVar[bool] = True

@@ -1,4 +1,6 @@
-"""Reads a peer's pool into the own one, by the path that leads there: blocks or units, then what vouches for them."""
+"""Copies blocks or units from a peer's pool into this rank's, by the path that leads there, then reads what vouches for
+them: generations, or permits.
+"""
 
 from contextlib import nullcontext
 

@@ -1,6 +1,6 @@
 """Pieces between two distinct GPUs: over an NCCL group of two, which its ends make by way of the link.
 
-NCCL takes two ranks on one GPU for a mistake: these exchange KV over the link's sockets (`why_not_nccl`).
+NCCL refuses two ranks on one GPU: such ranks exchange KV over the link's sockets (`why_not_nccl`).
 
 An end has a stream of its own. It gathers there what is sent, and scatters what has come; NCCL itself orders a message
 behind what that stream had been given, and the stream behind the message. No wait of CUDA's has a deadline, so events

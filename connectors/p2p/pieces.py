@@ -1,4 +1,4 @@
-"""What of a rank's pool a piece consists of, as rows for the sockets; KV on a GPU goes through a pinned buffer.
+"""The parts of a rank's pool that make up a piece, as rows for the sockets; KV on a GPU goes through a pinned buffer.
 
 A piece travels as whole blocks where both ends have the same ones, in host memory, else as units (units.py). Either way
 it is a fixed sequence of bytes: each end cuts it into the rows of its own pool.

@@ -1,4 +1,4 @@
-"""What one job of a pull reads, in the peer's numbers and in the own ones."""
+"""What one job of a pull reads, in the peer's block numbers and in this rank's."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

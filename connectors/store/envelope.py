@@ -1,4 +1,4 @@
-"""What stands behind every stored value, so that no reader takes anything else for it.
+"""The envelope behind every stored value, so that no reader takes anything else for it.
 
 A value is its body, which is KV, and an envelope of 64 bytes:
 

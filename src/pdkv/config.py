@@ -63,7 +63,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)", ge=1)
     max_model_len: int | None = option(None, "longest prompt + output (default: the model's)", ge=1)
     max_steps_ahead: int = option(
-        2, "steps planned while an earlier one still computes, so that the model never waits; 0: strictly in turn",
+        2, "steps planned while an earlier one computes, so that the model never waits: 0 (strictly in turn) to 2",
         ge=0, le=2,
     )  # fmt: skip
     preemption: Preemption = option(
@@ -105,7 +105,7 @@ class EngineConfig:
     rank_timeout_s: float = seconds(30.0, "how long a rank may keep the others waiting before the engine ends")
     grammar_compile_timeout_s: float = seconds(
         10.0,
-        "how long one grammar (JSON schema, regex, EBNF) may take to compile; a request whose grammar does gets 400",
+        "how long one grammar (JSON schema, regex, EBNF) may take to compile; its request gets 400 after that",
     )
     grammar_cache_memory: int = option(512 << 20, "compiled grammars that an engine keeps", size=True, ge=1)
     logits_processors: str | None = option(
@@ -173,7 +173,7 @@ class HandoffConfig:
     kv_load_timeout_s: float = seconds(30.0, "deadline of a KV load, from its allocation on")
     lease_timeout_s: float = seconds(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
     max_leased_fraction: float = option(
-        0.5, "share of the KV pool for leases and prompts in the making; above 1, prompts may preempt each other", gt=0
+        0.5, "share of the KV pool for leases and prompts being computed; above 1, prompts may preempt each other", gt=0
     )
 
     def __post_init__(self) -> None:
@@ -221,11 +221,11 @@ class HttpApi:
     )
     tool_parser: str = option(
         "auto",
-        "how calls of tools are read in answers; auto: as the model's chat template tells, none: not at all",
+        "parser for tool calls in answers; auto: chosen by the model's chat template, none: they stay in the text",
         metavar="NAME",
     )
     reasoning_parser: str = option(
-        "none", "how a model's thoughts are told from its answers; none: they are part of them", metavar="NAME"
+        "none", "parser that separates reasoning from the answer; none: it stays in the text", metavar="NAME"
     )
 
     @property
@@ -240,7 +240,7 @@ class RecoveryConfig:
 
     retry_limit: int = option(3, "how often a request may begin again on other engines before its first token", ge=0)
     migration_limit: int = option(
-        3, "how often a request may go on on another engine behind its first token; 0: it fails at once", ge=0
+        3, "how many times a request may continue on another engine after its first token; 0: it fails at once", ge=0
     )
     take_over: bool = option(
         False, "while no engine of one role is live, engines of the other do its work, too; else requests wait for one"
@@ -333,7 +333,8 @@ class AdmissionConfig:
         0, "the most urgent priority that clients without a key may ask for; lower is more urgent"
     )
     require_cache_salt: bool = option(
-        False, "refuse requests without cache_salt: nobody finds out by cached tokens what others asked"
+        False,
+        "refuse requests without cache_salt, so that counts of cached tokens tell nobody what others asked",
     )
 
     def __post_init__(self) -> None:
@@ -376,7 +377,7 @@ class TlsConfig:
     """TLS of the HTTP server (docs/operations.md); the names are vLLM's."""
 
     ssl_certfile: Path | None = option(
-        None, "PEM file of the server's certificate and what is between it and its authority; then HTTP is HTTPS only",
+        None, "PEM file of the server's certificate chain; turns HTTPS on and plain HTTP off",
         metavar="FILE",
     )  # fmt: skip
     ssl_keyfile: Path | None = option(
@@ -414,8 +415,8 @@ class HealthConfig:
     )
     redis: str = option(
         "",
-        "redis:// URL (or @FILE that holds it) of a server by which several routers tell each other which engines "
-        "are suspects or fail; empty: none",
+        "redis:// URL (or @FILE that holds it) of a server through which several routers tell each other which "
+        "engines are suspect or failing; empty: none",
         metavar="URL",
         secret=True,
     )

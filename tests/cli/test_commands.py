@@ -1,6 +1,7 @@
 """The `pd` command: what it prints, its exit codes, and one clear line for every mistake."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from deployments import link_text_model
 
 from pdkv import __version__
 from pdkv.cli import launch as cli_launch
-from pdkv.cli.main import main, make_parser
+from pdkv.cli.main import EXIT_READER_GONE, main, make_parser
 from pdkv.config import EngineConfig
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
@@ -33,6 +34,16 @@ def deployment(*arguments: str, environment: dict[str, str] | None = None) -> cl
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert capsys.readouterr().out == f"pdkv {__version__}\n"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As in `pd connector show memory | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-P", "-m", "pdkv.cli", "connector", "show", "memory"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (EXIT_READER_GONE, b"")
 
 
 COMMANDS = ["launch", "engines", "cache", "drain", "resume", "role", "scale", "restart", "generate", "connector"]

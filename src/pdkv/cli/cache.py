@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pdkv.cli.options import capitalized
 from pdkv.cli.running import add_run_flag, ask_router, print_table
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
@@ -24,7 +25,7 @@ _WHO = {"prefetch": "one", "move": "all; into host memory: one"}
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add it to the `pd` parser."""
-    summary = "show what pools and tiers of KV hold, and what they gave; look a prompt up, clear, pin, move"
+    summary = "show what KV pools and tiers hold, and their hits; look up, clear, pin, prefetch or move a prompt's KV"
     parser = commands.add_parser("cache", help=summary, description=_sentence(summary))
     add_run_flag(parser)
     parser.set_defaults(run=run_cache)
@@ -53,8 +54,8 @@ def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str
     else:
         tiers = "this tier alone, such as pool, host, redis, 0-host"
         parser.add_argument("--tier", default="", metavar="TIER", help=tiers)
-    parser.add_argument("--cache-salt", metavar="SALT", help="that of the prompt's requests")
-    parser.add_argument("--api-key", metavar="NAME", help="whose requests, where keys keep their KV apart")
+    parser.add_argument("--cache-salt", metavar="SALT", help="cache_salt of the requests that computed the KV")
+    parser.add_argument("--api-key", metavar="NAME", help="name of their API key, if keys have caches of their own")
     if name == "pin":
         parser.add_argument(
             "--ttl-s", type=float, metavar="SECONDS", help="for how long (default: until it is unpinned)"
@@ -65,7 +66,7 @@ def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{capitalized(text)}."
 
 
 def run_action(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import msgspec
 
 from pdkv.cli.connector_bench import add_bench
 from pdkv.cli.connector_show import add_show
-from pdkv.cli.options import connector_options
+from pdkv.cli.options import capitalized, connector_options
 from pdkv.connectors.registry import connector_targets, load_connector
 from pdkv.errors import ConfigError
 
@@ -17,8 +17,8 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `connector` to the `pd` parser."""
     parser = commands.add_parser("connector", help="inspect KV connectors", description="Inspect KV connectors.")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    summary = "list the known connectors with their flags"
-    listing = subcommands.add_parser("list", help=summary, description=f"{summary.capitalize()}.")
+    summary = "list the known connectors, with their kinds, hand-off orders and classes"
+    listing = subcommands.add_parser("list", help=summary, description=f"{capitalized(summary)}.")
     listing.set_defaults(run=run_list)
     add_show(subcommands)
     add_check(subcommands)
@@ -31,7 +31,7 @@ def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:
     parser = subcommands.add_parser(
         "check",
         help=summary,
-        description=f"{summary.capitalize()}: producer and consumer in processes of their own, without a model. "
+        description=f"{capitalized(summary)}: producer and consumer in processes of their own, without a model. "
         "Exit code 0: no case failed; 1: some did; 2: no such connector, case or option.",
     )
     parser.add_argument("connector", metavar="NAME|module:Class", help="what to check")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdkv.cli.options import connector_options
+from pdkv.cli.options import capitalized, connector_options
 from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
     parser = subcommands.add_parser(
         "bench",
         help=summary,
-        description=f"{summary.capitalize()} between two engines without a model, by request length, on pools whose "
+        description=f"{capitalized(summary)} between two engines without a model, by request length, on pools whose "
         "free blocks lie as after 10,000 random allocations and frees (aged) and side by side (contiguous). Beside it: "
         "memcpy (one thread), and the bare transport moving the same bytes in one piece, and in one piece per (layer, "
         "K or V, block). All of them take turns; medians, quartiles and ratios are those of the same rounds. Then what "

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from pdkv.cli.options import connector_options
+from pdkv.cli.options import capitalized, connector_options
 from pdkv.connectors.base import KVConnector, Requirement
 from pdkv.connectors.registry import connector_target, load_connector
 from pdkv.errors import ConfigError
@@ -20,7 +20,7 @@ _INDENT = " " * 6
 def add_show(subcommands: "argparse._SubParsersAction[Any]") -> None:
     """Add `show` to `pd connector`."""
     summary = "show what a connector is, what it needs, and its options"
-    parser = subcommands.add_parser("show", help=summary, description=f"{summary.capitalize()}.")
+    parser = subcommands.add_parser("show", help=summary, description=f"{capitalized(summary)}.")
     parser.add_argument("connector", metavar="NAME|module:Class", help="a name of `pd connector list`")
     parser.add_argument(
         "--connector-config", nargs="+", action="extend", default=[], metavar="KEY=VALUE",

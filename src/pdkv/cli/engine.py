@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.cli.launch import build_handoff, build_tiers, launch_variables
-from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, collect, flags_of, warn_of_secrets
+from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, capitalized, collect, flags_of, warn_of_secrets
 from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
 from pdkv.launch.config import HostedEngine
 
@@ -36,7 +36,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "engine",
         help=summary,
         usage="pd engine --name NAME --role ROLE --listen tcp://ADDRESS:PORT --cluster-key-file FILE [OPTION …]",
-        description=f"{summary.capitalize()}. It is started again when it dies. Ctrl-C stops it: drain it before.",
+        description=f"{capitalized(summary)}. It is restarted if it dies. Drain it before you stop it with Ctrl-C.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

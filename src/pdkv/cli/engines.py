@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from pdkv.cli.options import capitalized
 from pdkv.cli.running import add_run_flag, ask_router, check_seconds, print_table
 
 ROLES = ("prefill", "decode", "any")
@@ -36,7 +37,7 @@ def _add(
     *,
     names: bool = True,
 ) -> argparse.ArgumentParser:
-    description = f"{summary.capitalize()}. {more}".strip()
+    description = f"{capitalized(summary)}. {more}".strip()
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=description)
     if names:
         parser.add_argument("engine", metavar="ENGINE", help="such as decode-0, as in `pd engines`")

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from pdkv.cli.options import Flag, add_flags, build, collect, flags_of
+from pdkv.cli.options import Flag, add_flags, build, capitalized, collect, flags_of
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
 from pdkv.models.generation_config import SAMPLING_DEFAULTS, read_sampling_defaults
@@ -50,7 +50,7 @@ def _default_of_model(name: str) -> str:
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `generate` to the `pd` parser."""
     summary = "complete prompts in this process, without a server"
-    parser = commands.add_parser("generate", help=summary, description=f"{summary.capitalize()}.")
+    parser = commands.add_parser("generate", help=summary, description=f"{capitalized(summary)}.")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; none: one per line of stdin")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar on stderr")
@@ -71,7 +71,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         default=[],
         help="words that the output must not hold",
     )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue past the end-of-sequence token")
     add_flags(parser.add_argument_group("engine"), flags_of(EngineConfig))
     parser.set_defaults(run=run)
 

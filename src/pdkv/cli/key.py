@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pdkv.cli.options import capitalized
 from pdkv.errors import ConfigError
 
 
@@ -14,7 +15,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser("key", help="make an API key for --api-key-file")
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     summary = "make an API key and show it once; only its hash is kept"
-    new = actions.add_parser("new", help=summary, description=f"{summary.capitalize()}.")
+    new = actions.add_parser("new", help=summary, description=f"{capitalized(summary)}.")
     new.add_argument("name", metavar="NAME", help="whose key it is: it is shown in metrics and errors")
     new.add_argument("--admin", action="store_true", help="the key may use /admin, too")
     new.add_argument(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, collect, flags_of, warn_of_secrets
+from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, capitalized, collect, flags_of, warn_of_secrets
 from pdkv.config import (
     AccessConfig,
     AdmissionConfig,
@@ -90,7 +90,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "launch",
         help=summary,
         usage="pd launch [--model DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
-        description=f"{summary.capitalize()}. Ctrl-C stops them when what runs is answered; twice: at once.",
+        description=f"{capitalized(summary)}. Ctrl-C stops them once their requests have finished; twice: at once.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

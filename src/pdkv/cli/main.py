@@ -1,6 +1,7 @@
 """The `pd` command. What a subcommand runs is imported when it runs; nothing imports this module."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from pdkv.secret_options import without_secrets
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_READER_GONE = 141  # as a shell shows SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except (ConfigError, InvalidRequest) as error:
         print(f"pd: error: {without_secrets(str(error))}", file=sys.stderr)
         return EXIT_USAGE
@@ -35,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the end fails once more
+        return EXIT_READER_GONE
     return code
 
 

@@ -26,6 +26,11 @@ Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
 
 
+def capitalized(text: str) -> str:
+    """With a capital first letter, and all others as they are."""
+    return text[:1].upper() + text[1:]
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line that suggests the nearest name; flags cannot be abbreviated."""
 

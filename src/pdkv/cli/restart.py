@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from typing import Any
 
+from pdkv.cli.options import capitalized
 from pdkv.cli.running import add_drain_flag, add_run_flag, check_seconds, find_run, say
 from pdkv.errors import ConfigError
 
@@ -15,8 +16,8 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "restart",
         help=summary,
         usage="pd restart --rolling [--drain-s SECONDS] [--run NAME]",
-        description=f"{summary.capitalize()}: each is drained, stopped, started and awaited before the next. The only "
-        "engine of a role is stood in for by one of the other role meanwhile. The router is not restarted.",
+        description=f"{capitalized(summary)}: each is drained, stopped, started and awaited before the next. For the "
+        "only engine of a role, one of the other role stands in meanwhile. The router is not restarted.",
     )
     parser.add_argument("--rolling", action="store_true", help="one after the other; there is no other way")
     add_drain_flag(parser)

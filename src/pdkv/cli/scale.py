@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from typing import Any
 
+from pdkv.cli.options import capitalized
 from pdkv.cli.running import add_drain_flag, add_run_flag, check_seconds, find_run, say
 from pdkv.errors import ConfigError
 
@@ -15,7 +16,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "scale",
         help=summary,
         usage="pd scale [--prefill N] [--decode M] [--drain-s SECONDS] [--run NAME]",
-        description=f"{summary.capitalize()}. New ones are started as those that the launch began with; the newest go "
+        description=f"{capitalized(summary)}. New ones are started as those that the launch began with; the newest go "
         "first, each when it has no request any more. Where all engines are aggregated, --decode says how many.",
     )
     parser.add_argument("--prefill", type=int, metavar="N", help="number of engines whose role is prefill")

@@ -34,10 +34,10 @@ class LaunchConfig:
     port: int = option(8000, "port to listen on; 0 = any free one", ge=0, le=65535)
     policy: str = option("prefix_aware", "how the router chooses engines", metavar="NAME")
     order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
-        "auto", "which engine is asked first; auto: the router's favourite of those that the connector allows"
+        "auto", "which engine is asked first; auto: the one that the router prefers of those that the connector allows"
     )
     served_model_name: str | None = option(None, "the model's name in the API (default: its directory's name)")
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level of the log lines on stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "minimum level of the log lines on stderr")
     start_timeout_s: float = seconds(120.0, "how long a process may take to become ready", le=MAX_WAIT_S)
     drain_s: float = option(
         30.0,
@@ -83,7 +83,7 @@ class HostedEngine:
 
     name: str = option(help="the engine's name, as --remote-engines has it")
     role: Literal["prefill", "decode", "any"] = option("any", "what it is asked for; any: both")
-    listen: str = option(help="where routers find it; it also takes the port above", metavar="tcp://ADDRESS:PORT")
+    listen: str = option(help="where routers find it; heartbeats use the next port", metavar="tcp://ADDRESS:PORT")
     cluster_key_file: Path = option(
         help="file with the secret that it shares with the launch of its router", metavar="FILE"
     )
