@@ -25,11 +25,11 @@ def run(
     context: Context, url: str, *, where: str = "the store", tokens: int = PREFIX, cut: Mapping[str, str] | None = None
 ) -> list[Claim]:
     """One claim. `where`: what the store is called in it. `cut`: options of the store connector."""
-    cut = cut or {}
+    cut = {"load": "layerwise"} | dict(cut or {})
     prefix, rounds = (256, 2) if context.quick else (tokens, 7)
     model = find_model(context.models, "tiny" if context.quick else "mid")
     options = ("--threads", "2", "--kv-cache-memory", "1GiB", "--connector", "store")
-    options += ("--connector-config", f"url={url}", "load=layerwise", *(f"{k}={v}" for k, v in cut.items()))
+    options += ("--connector-config", f"url={url}", *(f"{k}={v}" for k, v in cut.items()))
     rng = random.Random(1)
     stored, local = [], []
     with (

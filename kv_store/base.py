@@ -64,9 +64,23 @@ class KVStore(ABC):
     medium: ClassVar[str] = "store"
     """What the values lie on, as metrics and routers are told: "memory", "disk", or "store" for any other."""
 
+    @property
+    def asks_key_by_key(self) -> bool:
+        """Whether `contains` takes a request for each key."""
+        return False
+
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys have a value now. An answer may be out of date when it arrives: `get` decides."""
+
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many keys in a row have a value, from the first one on.
+
+        A store that asks key by key looks at some of them, and takes it that who has a key has those before it. As with
+        `contains`, `get` decides.
+        """
+        there = self.contains(keys)
+        return there.index(False) if False in there else len(keys)
 
     def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys every process can find: `contains`, without what only this process has."""

@@ -27,6 +27,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _MESSAGE_LENGTH = 300
+_NUM_PROBES = 7
 _EXIT_BOUND_S = 5.0
 _CAUSE = re.compile(r'Os \{[^}]*message: "([^"]+)"', re.DOTALL)
 
@@ -50,8 +51,27 @@ class ObjectStore(TellingStore):
         self._budget = _Budget(self._options.max_bytes_in_flight)
         self._loop = _LoopThread()
 
+    @property
+    def asks_key_by_key(self) -> bool:
+        return True
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._run([partial(self._has, key) for key in keys])
+
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        """Asks for a few keys at a time, evenly spaced between the last one found and the first one missing.
+
+        The first key is always asked for: it may be the oldest, and a bucket's rules may delete by age.
+        """
+        found, missing = 0, len(keys)
+        while found < missing:
+            gap = missing - found
+            probes = sorted({found, *(missing - 1 - gap * i // _NUM_PROBES for i in range(_NUM_PROBES))})
+            there = self.contains([keys[i] for i in probes])
+            num_there = there.index(False) if False in there else len(probes)
+            missing = missing if num_there == len(probes) else probes[num_there]
+            found = probes[num_there - 1] + 1 if num_there else found
+        return found
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         return self._run(

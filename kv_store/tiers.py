@@ -45,10 +45,27 @@ class TieredStore(TellingStore):
         lazy = [tier for tier in self.tiers if tier.write != "all"]
         self._backfill = Backfill(stores[0], lazy, self._fill, self._take_back) if lazy else None
 
+    @property
+    def asks_key_by_key(self) -> bool:
+        return any(tier.store.asks_key_by_key for tier in self.tiers)
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)
         self._look_up(found, lambda tier, missing: tier.store.contains([keys[i] for i in missing]))
         return found
+
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        found = [False] * len(keys)
+
+        def ask(tier: Tier, missing: list[int]) -> list[bool]:
+            wanted = [keys[i] for i in missing]
+            if not tier.store.asks_key_by_key:
+                return tier.store.contains(wanted)
+            num_found = tier.store.count_prefix(wanted)
+            return [i < num_found for i in range(len(wanted))]
+
+        self._look_up(found, ask)
+        return found.index(False) if False in found else len(keys)
 
     def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)

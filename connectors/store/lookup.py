@@ -307,12 +307,11 @@ class KeyLookups:
                 if self._stopping:
                     return
                 lookups, self._queue = self._queue, []
-                keys = list(dict.fromkeys(key for lookup in lookups for key in lookup.keys))
             error = ""
             stored: set[bytes] = set()
             before = self._problem
             try:
-                stored = self._look_up(keys or [PROBE_KEY])
+                stored = self._look_all_up(lookups)
             except TransferError as failure:
                 error = f"a lookup failed ({failure.code}: {failure})"
             except Exception as failure:  # the thread goes on, and whoever asked hears of a miss
@@ -332,6 +331,21 @@ class KeyLookups:
                 wanted = any(lookup.wanted for lookup in lookups)
             if wanted or before != self._problem:
                 self._notify()
+
+    def _look_all_up(self, lookups: Sequence[_Lookup]) -> set[bytes]:
+        """Which values are stored, as far as these lookups ask; for none of them, whether the store answers."""
+        by_prefix = [lookup for lookup in lookups if lookup.is_chain and self._store.asks_key_by_key]
+        stored = set[bytes]().union(*(self._look_up_chain(lookup.keys) for lookup in by_prefix))
+        keys = list(dict.fromkeys(key for lookup in lookups if lookup not in by_prefix for key in lookup.keys))
+        return stored if by_prefix and not keys else stored | self._look_up(keys or [PROBE_KEY])
+
+    def _look_up_chain(self, keys: list[bytes]) -> set[bytes]:
+        """The first keys whose values are stored: one part of a few of them, then the others of the last one found."""
+        first, *others = self._suffixes
+        found = keys[: self._store.count_prefix([key + first for key in keys])]
+        if found and others and not all(self._store.contains([found[-1] + suffix for suffix in others])):
+            return self._look_up(found)
+        return set(found)
 
     def _look_up(self, keys: list[bytes]) -> set[bytes]:
         """Which values are stored with all their parts: first one part of each, then the others of those found."""

@@ -52,6 +52,14 @@ def test_a_batch_says_per_key_what_is_there(store: KVStore, key: Key) -> None:
     assert out[1] == value(0)
 
 
+@pytest.mark.parametrize("num_asked", [0, 1, 5, 13, 14, 30, 200])
+def test_how_many_keys_in_a_row_are_there(store: KVStore, key: Key, num_asked: int) -> None:
+    keys = [key(number) for number in range(num_asked)]
+    put(store, [key(number) for number in range(13)], 100)
+    assert store.count_prefix(keys) == min(num_asked, 13)
+    assert store.count_prefix([key(1000), *keys]) == 0
+
+
 def test_read_gives_what_get_gives_and_tells_of_bytes_that_are_there(store: KVStore, key: Key) -> None:
     size = 2 * PART_BYTES + 5
     put(store, [key(0), key(1)], size)

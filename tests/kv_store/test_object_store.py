@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 from store_servers import s3_server
@@ -11,7 +12,10 @@ from store_servers import s3_server
 from pdkv.errors import StoreUnavailable
 
 pytest.importorskip("obstore")
-from pdkv.kv_store.object_store import _LoopThread
+from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.object_store import ObjectStore, _LoopThread
+from pdkv.kv_store.registry import open_store
+from pdkv.kv_store.tiers import TieredStore
 
 WAIT_S = 20.0
 
@@ -74,3 +78,44 @@ def test_a_process_ends_though_a_thread_of_obstore_is_still_handing_over_a_resul
     with s3_server() as url:
         ran = subprocess.run([sys.executable, "-P", "-c", script, url], stdout=subprocess.PIPE, text=True)
     assert (ran.returncode, ran.stdout.split()) == (0, ["[False]", "True"])
+
+
+@pytest.fixture
+def num_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many objects each call has asked for; the requests are made all the same."""
+    asked: list[int] = []
+    contains = ObjectStore.contains
+
+    def count(store: ObjectStore, keys: Sequence[bytes]) -> list[bool]:
+        asked.append(len(keys))
+        return contains(store, keys)
+
+    monkeypatch.setattr(ObjectStore, "contains", count)
+    return asked
+
+
+def test_a_long_prefix_is_found_in_few_requests(num_heads: list[int]) -> None:
+    keys = [b"%d" % number for number in range(500)]
+    with s3_server() as url, open_store(url) as store:
+        assert store.count_prefix(keys) == 0
+        assert num_heads == [8]
+        store.put([(key, memoryview(b"value")) for key in keys[:137]])
+        assert store.count_prefix(keys[:137]) == 137
+        assert num_heads == [8, 8]
+        num_heads.clear()
+        assert store.count_prefix(keys) == 137
+        assert sum(num_heads) <= 32
+
+
+def test_below_another_tier_a_bucket_is_asked_for_a_part_of_what_that_lacks(num_heads: list[int]) -> None:
+    keys = [b"%d" % number for number in range(100)]
+    values = [(key, memoryview(b"value")) for key in keys]
+    with s3_server() as url, TieredStore([MemoryStore("above"), open_store(url)]) as store:
+        memory, bucket = (tier.store for tier in store.tiers)
+        memory.put(values[:20])
+        assert store.count_prefix(keys) == 20
+        bucket.put(values)
+        num_heads.clear()
+        assert store.asks_key_by_key
+        assert store.count_prefix(keys) == 100
+        assert num_heads == [8]

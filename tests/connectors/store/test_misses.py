@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -250,6 +251,52 @@ def test_damage_that_could_not_be_deleted_goes_with_the_next_save(store: FaultyS
     outcome = engine.load(local("v"), blocks, 256)
     assert (outcome.code, outcome.num_damaged) == ("", 0)
     assert torch.equal(engine.tokens(blocks, 256), kv)
+
+
+class Guessing(FaultyStore):
+    """Asks key by key, and takes it that who has the last one has all."""
+
+    @property
+    def asks_key_by_key(self) -> bool:
+        return True
+
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        there = self.contains(keys)
+        return len(keys) if there[-1] else there.index(False)
+
+
+def test_a_gap_that_nobody_has_seen_is_computed_and_stored(make: MakeEngine) -> None:
+    """By a load and a save: the store is not asked for every key."""
+    store = Guessing()
+    writer, engine = Engine(store, "p", layer_groups="3"), Engine(store, "o", layer_groups="3")
+    kv, _ = prefill(writer, 256)
+    blocks = scattered(256, 16)
+    lost = keys_of(engine)[2]
+    store.inner.delete([lost])
+    assert engine.ask(local()) == 256
+    outcome = engine.load(local(), blocks, 256)
+    assert (outcome.code, outcome.num_tokens, outcome.num_damaged) == (KVNotFound.code, 128, 0)
+    engine.fill(blocks, kv)
+    engine.save(view("s", num_tokens=257, salt="0"), blocks, 256, start=128)
+    assert store.inner.contains([lost]) == [True]
+    engine.pools[0].fill_(-1)
+    assert engine.ask(local("v")) == 256
+    assert not engine.load(local("v"), blocks, 256).code
+    assert torch.equal(engine.tokens(blocks, 256), kv)
+    for each in (writer, engine):
+        each.close()
+
+
+def test_where_the_last_value_lacks_a_part_each_is_asked_for() -> None:
+    store = Guessing()
+    lookups = KeyLookups(store, [b"-0", b"-1"], lambda: None, timeout_s=20.0)
+    keys = [b"%d" % number for number in range(4)]
+    store.put([(key + b"-0", memoryview(b"x")) for key in keys])
+    store.put([(key + b"-1", memoryview(b"x")) for key in keys[:2]])
+    while (num_found := lookups.num_found(keys)) is None:
+        threading.Event().wait(0.001)
+    assert num_found == 2
+    lookups.close()
 
 
 def test_what_is_barred_is_bounded() -> None:
