@@ -224,6 +224,7 @@ class MatchedTokens(NamedTuple):
     num_tokens: int
     mode: LoadMode = "async"
     ask_again: bool = False  # not known yet: `notify` will be called when it is
+    without_handoff: bool = False  # found by itself: what the request's hand-off names, if it has one, is not used
 
 
 NO_MATCH = MatchedTokens(0)

@@ -383,6 +383,8 @@ class EngineCore:
             case KVHandoff() if message.transfer_id == request.submit.transfer_id:
                 if request.kv == "await_peer":
                     request.handoff = message
+            case KVReady() if request.kv == "handoff" and not request.borrows:
+                pass  # its loan is over, and what it loads has nothing to do with that
             case KVReady(ok=ok, code=code):
                 request.kv_ready = ok
                 if not ok:

@@ -392,6 +392,8 @@ class ExternalKV:
                 exposed, load = self._quarantine.pop(key, None), self.loads.get(key)
                 if exposed is not None:
                     self._pool.release(exposed, Holder.QUARANTINE)
+                    if (cancel := Cancel(key, "receive")) in self._cancels:
+                        self._cancels.remove(cancel)  # else it would hit the request's next load
                 elif load is None:
                     self.num_unknown_results += 1
                 if load is not None:

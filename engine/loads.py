@@ -51,8 +51,7 @@ class Loads:
         if not self._kv.admit(request, hit, stop, stop):
             return False
         request.num_confirmed = hit.num_tokens
-        is_lent = request.handoff is not None and request.kv == "handoff"
-        timeout_s = (request.submit.load_timeout_s if is_lent else 0.0) or self._timeout_s
+        timeout_s = (request.submit.load_timeout_s if request.borrows else 0.0) or self._timeout_s
         load = KVLoad(request, request.num_confirmed, stop, now + timeout_s)
         self._external.add_load(load)
         ticket = self._external.start(load) if source_known or load.start == load.stop else None
@@ -189,7 +188,7 @@ class Loads:
         Args:
             num_loaded: tokens [0, num_loaded) are in its blocks.
         """
-        is_from_peer = request.kv == "await_peer"
+        is_from_peer, is_loan = request.kv == "await_peer", request.borrows
         may_compute = self._decode.load_ended(request, False, outcome)
         request.compute_here()
         if num_loaded and may_compute:
@@ -200,7 +199,7 @@ class Loads:
             self._queues.run(request)
             self._queues.needs_step = True
             return
-        request.load_failed = True
+        request.load_failed = not is_loan  # without the loan, something may be found elsewhere
         self._queues.send_back(request)
         if not may_compute:
             self.rejected.append((request, outcome))

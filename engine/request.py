@@ -128,6 +128,16 @@ class Request:
         self.num_reported = self.num_worker_blocks = self.due_at = self.num_in_flight = 0
         self.num_drafts = 0
 
+    @property
+    def borrows(self) -> bool:
+        """Whether its hand-off names what another engine lends, for a prompt that is handed off itself."""
+        return self.handoff is not None and self.kv == "handoff"
+
+    def go_without_loan(self) -> None:
+        """It has found as much elsewhere, which neither the lender's end nor the loan's deadline concerns."""
+        if self.borrows:
+            self.handoff = None
+
     def compute_here(self) -> None:
         """The peer's part is over, one way or the other."""
         self.handoff = None

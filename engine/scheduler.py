@@ -351,6 +351,8 @@ class Scheduler:
             hit = self.kv.find_hit(request)
             num_local = hit.num_tokens
         matched = self.external.match(request, num_local)
+        if matched.num_tokens and matched.without_handoff:
+            request.go_without_loan()
         if matched.mode == "layerwise" and not self._may_load_beside(batch):
             matched = matched._replace(mode="async")
         from_peer = request.kv == "await_peer"

@@ -61,6 +61,9 @@ class KVStore(ABC):
     is_shared: ClassVar[bool] = True
     """Whether every process that opens the store sees the same values."""
 
+    scope: str = ""
+    """Of a shared store: among whom. Processes that name another scope see other values; empty: all are meant."""
+
     medium: ClassVar[str] = "store"
     """What the values lie on, as metrics and routers are told: "memory", "disk", or "store" for any other."""
 

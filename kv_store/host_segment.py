@@ -12,9 +12,11 @@ An entry's version is even while it holds a value, and odd, or 0, while it does 
 after it reads: if it has changed, what was read may be another value's, and is a miss. So a writer that dies leaves
 nothing half visible, and its successor goes on with every entry that is whole.
 
-The index is mapped; values are read and written by system calls, which fail where a mapping would end the process.
+The index is mapped. Values are written by system calls, and read by them, too, which fail where a mapping would end the
+process; out of a file that nobody can cut short, as a launch's is, they are copied from a mapping in half the time.
 """
 
+import fcntl
 import mmap
 import os
 import struct
@@ -94,6 +96,7 @@ class Segment:
             shape = _Shape(self.num_pages)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._memory = mmap.mmap(fd, shape.pages_at, access=access)
+            self._pages = _map_pages(fd, shape)
         except BaseException:
             self._close()
             raise
@@ -134,11 +137,13 @@ class Segment:
     def read(self, found: Found, out: Buffer, arrived: Callable[[int], None]) -> bool:
         """Read a value of `len(out)` bytes; `arrived` is told how far it has come. False: it is not there any more."""
         assert found.size == out.nbytes
-        stop = 0
+        target, stop = np.frombuffer(out, np.uint8), 0
         for offset, size in self._runs(found):
-            for part in range(0, size, PART_BYTES):
-                stop_here = stop + min(PART_BYTES, size - part)
-                if not _read_all(self.fd, out[stop:stop_here], offset + part):
+            for start in range(offset, offset + size, PART_BYTES):
+                stop_here = stop + min(PART_BYTES, offset + size - start)
+                if self._pages is not None:
+                    np.copyto(target[stop:stop_here], self._pages[start : start + stop_here - stop])
+                elif not _read_all(self.fd, out[stop:stop_here], start):
                     return False
                 stop = stop_here
                 arrived(stop)
@@ -220,6 +225,16 @@ def _read_header(fd: int) -> int:
     if os.fstat(fd).st_size != _Shape(num_pages).num_bytes:
         raise StoreUnavailable(f"host memory: a segment of {num_pages} pages has {os.fstat(fd).st_size} bytes")
     return int(num_pages)
+
+
+def _map_pages(fd: int, shape: _Shape) -> npt.NDArray[np.uint8] | None:
+    """All of a segment, to be read; None: it could be cut short, which would end the process, or there is no room."""
+    try:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return None
+        return np.frombuffer(mmap.mmap(fd, shape.num_bytes, access=mmap.ACCESS_READ), np.uint8)
+    except OSError:  # a file that is no memfd has no seals
+        return None
 
 
 def _joined(pages: list[int], pages_at: int, num_bytes: int) -> Iterator[tuple[int, int]]:

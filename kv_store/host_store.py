@@ -8,6 +8,7 @@ A launch says whose a segment is by its name, ENGINE.RANK-…, and each engine a
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import secrets
@@ -21,7 +22,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pdkv.errors import ConfigError, StoreUnavailable
+from pdkv.errors import ConfigError, StoreUnable, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
 from pdkv.kv_store.base import Arrived, Buffer, Held, Sized, TellingStore, TierCounts, tier_name
@@ -95,6 +96,7 @@ class HostStore(TellingStore):
             raise ConfigError(f"host://{directory}: capacity is at least {MIN_BYTES} bytes, got {capacity}")
         self._directory = PrivateDirectory(directory, "host memory")
         self._where = f"host memory {self._directory.path}"
+        self.scope = _scope_of(self._directory.fd)
         self._clock = clock
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -270,7 +272,7 @@ class HostStore(TellingStore):
         """Of the own segment. One whose writer was still there when this store was opened may be free by now.
 
         Raises:
-            StoreUnavailable: there is none.
+            StoreUnable: there is none. What others have written can be read all the same.
         """
         with self._lock:
             if self.own is None and time.monotonic() >= self._asked_at + _ASK_AGAIN_S:
@@ -278,7 +280,7 @@ class HostStore(TellingStore):
                 self._own_name, self.own = self._take_free(self._names())
                 self._others = {name: other for name, other in self._others.items() if name != self._own_name}
             if self.own is None:
-                raise StoreUnavailable(f"{self._where}: all segments are other processes'")
+                raise StoreUnable(f"{self._where}: all segments are other processes'")
             return self.own
 
     def _make_segment(self, number: int, capacity: int) -> tuple[str, SegmentWriter]:
@@ -338,8 +340,9 @@ class HostStore(TellingStore):
             if self._closed:
                 raise StoreUnavailable(f"{self._where} is closed")
             self._num_calls += 1
-            self._look_around()
         try:
+            with self._lock:
+                self._look_around()
             yield
         except OSError as error:
             raise StoreUnavailable(f"{self._where}: {error.strerror}") from error
@@ -360,6 +363,13 @@ class HostStore(TellingStore):
             fcntl.flock(self.own.segment.fd, fcntl.LOCK_UN)  # the mapping, which may live on, has a descriptor, too
             self.own.segment.close()
         self._directory.close()
+
+
+def _scope_of(directory: int) -> str:
+    """A name for a directory that no other host has, since the same path is another directory there."""
+    status = os.fstat(directory)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.blake2b(f"{boot} {status.st_dev} {status.st_ino}".encode(), digest_size=8).hexdigest()
 
 
 def _tell_nobody(stop: int) -> None:

@@ -160,7 +160,7 @@ class SegmentWriter:
     def discard(self, keys: Sequence[Key] | None) -> int:
         """Drop these values, or all, pinned ones too; returns how many there were."""
         with self._lock:
-            found = list(self._held) if keys is None else [key for key in keys if key in self._held]
+            found = list(self._held) if keys is None else [key for key in dict.fromkeys(keys) if key in self._held]
             for key in found:
                 self._remove(key)
             return len(found)
@@ -190,7 +190,7 @@ class SegmentWriter:
         """Take pins away, of these keys or all; returns how many there were."""
         with self._lock:
             self._end_pins()
-            found = list(self._pins) if keys is None else [key for key in keys if key in self._pins]
+            found = list(self._pins) if keys is None else [key for key in dict.fromkeys(keys) if key in self._pins]
             for key in found:
                 del self._pins[key]
             return len(found)

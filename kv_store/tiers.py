@@ -42,6 +42,8 @@ class TieredStore(TellingStore):
         self._retry_after_s = retry_after_s
         self._lock = threading.Lock()  # of the tiers' counters
         self._shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
+        scopes = {tier.store.scope for tier in self._shared}
+        self.scope = scopes.pop() if len(scopes) == 1 else ""
         lazy = [tier for tier in self.tiers if tier.write != "all"]
         self._backfill = Backfill(stores[0], lazy, self._fill, self._take_back) if lazy else None
 

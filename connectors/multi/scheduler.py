@@ -93,6 +93,8 @@ class MultiScheduler(SchedulerConnector):
         self.sending = SendingTable()
         self._engine = config.engine
         self._children = children
+        kinds = [child.connector.kind for child in children]
+        self._pushing = kinds.index("push") if "push" in kinds else None
         self._schedulers = schedulers
         self._nothing = [NO_TRANSFERS for _ in schedulers]
         self._choices: dict[TransferKey, _Choice] = {}  # of the last question, until the blocks are allocated
@@ -127,9 +129,10 @@ class MultiScheduler(SchedulerConnector):
                 best, winner = matched, index
         if looking and (not best.num_tokens or best.num_tokens < request.num_wanted - num_computed_tokens):
             return ASK_AGAIN
-        if best.num_tokens:
-            self._choices[key] = _Choice(winner, best.mode == "async")
-        return best
+        if not best.num_tokens:
+            return best
+        self._choices[key] = _Choice(winner, best.mode == "async")
+        return best._replace(without_handoff=not self.views.sees_handoff(request, winner))
 
     def update_state_after_alloc(
         self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
@@ -184,6 +187,9 @@ class MultiScheduler(SchedulerConnector):
             for key in keys:
                 self._choices.pop(key, None)
         handed_off = {confirmed.request.transfer_key for confirmed in view.confirmed if confirmed.last}
+        if self._pushing is not None:
+            for key in handed_off.difference(view.finished):
+                self.sending.begin_again(key, self._pushing)
         for key in view.aborted:
             self.sending.forget(key)
         for key in view.finished:

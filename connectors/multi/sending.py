@@ -65,6 +65,11 @@ class SendingTable:
         for child, outcome in early.items():
             self.end(key, child, outcome)
 
+    def begin_again(self, key: TransferKey, child: int) -> None:
+        """One child sends it once more, to another reader."""
+        sending = self._sendings.setdefault(key, _Sending(set(), True, TransferOutcome()))
+        sending.waiting.add(child)
+
     def end(self, key: TransferKey, child: int, outcome: TransferOutcome) -> None:
         """A child's part of a hand-off ended."""
         sending = self._sendings.get(key)

@@ -35,6 +35,11 @@ class ChildViews:
         """Whether a child has a part in what is handed off under that key: all have, except in a loan."""
         return not is_lent(key[0]) or self._lends[child]
 
+    def sees_handoff(self, request: RequestView, child: int) -> bool:
+        """Whether a request's hand-off has anything for a child."""
+        view = self.request(request, child)
+        return view is not None and view.handoff is not None
+
     def request(self, request: RequestView, child: int) -> RequestView | None:
         """A request as one child sees it; None: the hand-off has nothing for that child."""
         is_idle = self._kind == "push" and self._kinds[child] == "pull" and request.kv != "local"

@@ -24,7 +24,9 @@ class StoreNews:
         self._size = cut.value_tokens[0]  # the same for engines of all block sizes, which a hit's end may not be
         value_bytes = value_bytes or self._size * cut.layout.token_bytes
         parts = _parts_of(store, value_bytes)
-        self._empty = TierEvents(store.medium, store.is_shared, self._size, parts=parts, value_bytes=value_bytes)
+        self._empty = TierEvents(
+            store.medium, store.is_shared, self._size, parts=parts, value_bytes=value_bytes, scope=store.scope
+        )
         self._is_told = not cut.windows[0]
         self._changes: dict[bytes, bool] = {}  # key -> whether it is there
         self._announced = False

@@ -1,5 +1,6 @@
 """Prometheus metrics of the engines as they reported themselves last, under pdkv's names and under vLLM's."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -164,8 +165,11 @@ def _tiers(tiers: TierIndex) -> Iterator[Metric]:
     keys = GaugeMetricFamily(
         "pdkv_tier_keys", "Keys of a tier below the caches that the router knows of.", labels=["medium", "engine"]
     )
+    num_keys: Counter[tuple[str, str]] = Counter()  # media of one name, as of several hosts, together
     for tier in tiers.describe():
-        keys.add_metric([tier["medium"], "" if tier["shared"] else tier["engines"][0]], tier["keys"])
+        num_keys[tier["medium"], "" if tier["shared"] else tier["engines"][0]] += tier["keys"]
+    for labels, number in num_keys.items():
+        keys.add_metric(labels, number)
     yield keys
     refused = CounterMetricFamily("pdkv_refused_tier_events", "What engines said of tiers that the router refused.")
     refused.add_metric([], tiers.num_refused)

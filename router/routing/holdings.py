@@ -87,15 +87,21 @@ class Holdings:
         """What another engine has of the prompt, if `borrower` reads it sooner than it computes it."""
         if not self._may_borrow(prompt.request, borrower):
             return None
-        reached = (reach.num_tokens for reach in prompt.reaches if borrower in reach.engines)
-        own = max(prompt.cached.get(borrower, 0), *reached, 0)
+        cached = prompt.cached.get(borrower, 0)
+        reach = max((r for r in prompt.reaches if borrower in r.engines), key=lambda r: r.num_tokens, default=None)
+        own = max(cached, 0 if reach is None else reach.num_tokens)
         best = self._find_lender(prompt, borrower, own, self._fleet.avoided_pairs(now))
         if best is None:
             return None
         num_tokens, lender = best
         if self._reuse == "always":
             return Offer(lender, num_tokens)
-        costs = self._loan_costs(borrower, num_tokens - own)
+        costs = self._loan_costs(borrower, num_tokens - cached)  # all of it travels, what a tier has, too
+        if reach is not None and own > cached and costs.load_s is not None and costs.compute_s is not None:
+            per_token = costs.compute_s / (num_tokens - cached)
+            from_tier_s = (self._tier_load_s(borrower, reach, cached) or 0.0) + per_token * (num_tokens - own)
+            if costs.load_s >= from_tier_s:
+                return None
         return Offer(lender, num_tokens, costs.load_timeout_s, costs.compute_s or 0.0) if costs.prefers_load else None
 
     def handoff_s(self, decode: str, num_tokens: int) -> float:

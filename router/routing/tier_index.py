@@ -53,8 +53,9 @@ class Reach(NamedTuple):
 class _Tier:
     """One tier and the engines that reach it."""
 
-    def __init__(self, medium: str, owner: str, tokens_per_key: int) -> None:
+    def __init__(self, medium: str, scope: str, owner: str, tokens_per_key: int) -> None:
         self.medium = medium
+        self.scope = scope  # tells media of one name apart
         self.owner = owner  # the only engine that reaches it; empty: whoever names it
         self.tokens_per_key = tokens_per_key
         self.engines: dict[str, Sequence[TierPart]] = {}  # what each says that it consists of
@@ -120,7 +121,7 @@ class TierIndex:
     def __init__(self) -> None:
         self.num_refused = 0  # messages: too many tiers or keys, or cut otherwise than for the tier's other engines
         self._engines: set[str] = set()
-        self._tiers: dict[tuple[str, str], _Tier] = {}  # by (medium, owner)
+        self._tiers: dict[tuple[str, str, str], _Tier] = {}  # by (medium, scope, owner)
 
     def add_engine(self, engine: str) -> None:
         """The engine is there; it says itself which tiers it reaches."""
@@ -131,7 +132,7 @@ class TierIndex:
         """Act on what an engine says; False: it is refused, and does not make the engine one of the tier's."""
         if engine not in self._engines:
             return True  # it has gone meanwhile
-        name = (events.medium, "" if events.shared else engine)
+        name = (events.medium, events.scope, "" if events.shared else engine)
         tier = self._tiers.get(name)
         step = events.tokens_per_key
         if step % HASH_BLOCK_SIZE or len(events.stored) + len(events.removed) > MAX_KEYS_PER_MESSAGE:
@@ -167,6 +168,7 @@ class TierIndex:
         return [
             {
                 "medium": tier.medium,
+                "scope": tier.scope,
                 "shared": not tier.owner,
                 "engines": sorted(tier.engines),
                 "tokens_per_key": tier.tokens_per_key,

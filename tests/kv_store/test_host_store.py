@@ -1,9 +1,11 @@
 """Segments of host memory: who writes which, what a successor finds, and what readers see of a writer at work."""
 
 import errno
+import fcntl
 import logging
 import os
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
+from pdkv.errors import ConfigError, StoreFull, StoreUnable, StoreUnavailable
 from pdkv.host.process_info import process_start_time
 from pdkv.kv_store import host_store
 from pdkv.kv_store.base import Held, TierCounts
+from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_segment import PAGE_BYTES, Segment, format_segment, key_of
 from pdkv.kv_store.host_store import HostStore, SegmentAddress, write_address
 from pdkv.kv_store.host_writer import SegmentWriter
+from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.tiers import TieredStore
 
 CAPACITY = 2 << 20
 SIZE = 3 * PAGE_BYTES - 100
@@ -262,17 +267,32 @@ def test_no_room_is_told_and_leaves_what_was_there(directory: Path) -> None:
     assert done.stdout.splitlines() == ["store_full", "[True, False, True]"]
 
 
-@pytest.fixture
-def memfd(directory: Path) -> Iterator[int]:
-    """One, kept by this process and named in the directory."""
+@pytest.fixture(params=[fcntl.F_SEAL_SHRINK, 0], ids=["sealed", "unsealed"])
+def memfd(directory: Path, request: pytest.FixtureRequest) -> Iterator[int]:
+    """One, kept by this process and named in the directory. What is sealed is read from a mapping."""
     directory.mkdir(mode=0o700)
-    fd = os.memfd_create("pdkv-test", os.MFD_CLOEXEC)
+    fd = os.memfd_create("pdkv-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     format_segment(fd, CAPACITY)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, request.param)
     start_time = process_start_time(os.getpid())
     assert start_time is not None
     write_address(directory, "0", SegmentAddress(os.getpid(), start_time, fd, os.fstat(fd).st_ino))
     yield fd
     os.close(fd)
+
+
+def is_sealed(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+
+
+def test_who_can_write_nothing_reads_on_beside_other_tiers(directory: Path, memfd: int) -> None:
+    writer = HostStore(directory)
+    put(writer, 0)
+    with TieredStore([HostStore(directory), MemoryStore("below")]) as store:
+        with pytest.raises(StoreUnable):  # nobody else sees what the other tier took
+            store.put([(b"new", memoryview(b"value"))])
+        assert store.contains([key(0), b"new"]) == [True, True]
+    writer.close()
 
 
 def test_memfds_outlive_their_writers(open_: Open, directory: Path, memfd: int) -> None:
@@ -282,8 +302,9 @@ def test_memfds_outlive_their_writers(open_: Open, directory: Path, memfd: int) 
     reader = open_()
     assert reader.own is None
     assert _is_whole(reader, 0)
-    with pytest.raises(StoreUnavailable, match="other processes'"):
+    with pytest.raises(StoreUnable, match="other processes'"):
         put(reader, 1)
+    assert [segment._pages is not None for segment in reader._others.values()] == [is_sealed(memfd)]
     writer.kill()
     writer.communicate(timeout=_WAIT_S)
     reader.close()
@@ -321,6 +342,34 @@ def test_a_segment_that_cannot_be_opened_now_is_opened_later(
         assert [has(reader, 1) for _ in range(3)] == [[False]] * 3
     assert has(reader, 1) == [True]
     assert caplog.text.count("cannot be opened now") == 1
+
+
+def test_without_descriptors_a_call_fails_and_holds_nothing(open_: Open, directory: Path) -> None:
+    """The directory has changed, and cannot be read now."""
+    store = open_()
+    (directory / "another").touch()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(StoreUnavailable, match="Too many open files"):
+            store.contains([key(0)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert store.contains([key(0)]) == [False]
+    store.close()
+    assert store.own is not None
+    assert store.own.segment.fd < 0
+
+
+def test_a_directorys_scope_is_its_own(tmp_path: Path) -> None:
+    stores = [HostStore(tmp_path / name) for name in ("a", "a", "b")]
+    scopes = [store.scope for store in stores]
+    assert scopes[0] == scopes[1] != scopes[2]
+    tiers = TieredStore([stores[0], MemoryStore("below")])
+    assert tiers.scope == scopes[0], "nobody else reaches the other tier"
+    assert TieredStore([stores[1], FileStore(tmp_path / "files")]).scope == ""
+    for store in stores:
+        store.close()
 
 
 def test_a_capacity_that_is_none_is_refused(directory: Path) -> None:
@@ -371,7 +420,7 @@ def test_a_segment_that_was_still_held_is_taken_when_it_is_free(
     put(holder, 1)
     monkeypatch.setattr(host_store, "_ASK_AGAIN_S", 0.0)
     store = HostStore(directory, StoreOptions(segment="decode-0"))
-    with pytest.raises(StoreUnavailable, match="other processes'"):
+    with pytest.raises(StoreUnable, match="other processes'"):
         put(store, 2)
     assert has(store, 1) == [True]
     holder.close()
@@ -463,6 +512,14 @@ def test_what_is_discarded_is_gone_pinned_or_not_and_others_values_stay(open_: O
     assert store.discard(None) == 2
     assert store.count_held().num_bytes == store.unpin(None) == 0
     assert other.contains([b"b", b"theirs"]) == [False, True]
+
+
+def test_a_key_that_is_named_twice_counts_once(open_: Open) -> None:
+    store = open_()
+    put(store, 0)
+    store.pin([key(0), key(0)], None)
+    assert store.unpin([key(0), key(0)]) == 1
+    assert store.discard([key(0), key(0)]) == 1
 
 
 def test_what_is_expected_goes_last_and_the_latest_needed_first(open_: Open) -> None:

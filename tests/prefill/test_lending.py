@@ -186,11 +186,74 @@ def test_a_store_has_no_part_in_a_loan(make_turns: Callable[..., Turns]) -> None
     assert len(store) == 0
 
 
+def stored_too(turns: Turns, num_blocks: int, reader: str = "p") -> None:
+    """The borrower's store has the first blocks of what the lender computed."""
+    blocks = store_of(MemoryFabric.named(f"{turns.name}-d")).blocks()
+    for name, content in blocks[:num_blocks]:
+        store_of(MemoryFabric.named(f"{turns.name}-{reader}")).put(name, content)
+
+
+def evict(turns: Turns) -> None:
+    """All that the lender had."""
+    turns.lender.handle("r", Release(lent_id("t-a"), 0), turns.now)
+    turns.lender.handle("r", submit(list(range(200, 255)), request_id="other", max_tokens=4), turns.now)
+    turns.run_lender()
+
+
+def test_a_loan_whose_load_fails_leaves_what_a_store_has(make_turns: Callable[..., Turns]) -> None:
+    turns = make_turns("pull+store")
+    stored_too(turns, 3)
+    handoff = turns.lend()
+    evict(turns)
+    said = turns.borrow(handoff) + turns.finish()
+    (loaded,) = of_type(said, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert not loaded.ok
+    turns.check_second(said, SourceCounts(store=12, recomputed=len(SECOND) - 12))
+
+
+def test_a_loan_that_ends_when_it_was_given_up_does_not_cancel_the_load_after_it(
+    make_turns: Callable[..., Turns],
+) -> None:
+    """Its end comes before the cancel was sent; the store's load has the same name."""
+    turns = make_turns("pull+store")
+    stored_too(turns, 3)
+    said = turns.borrow(turns.lend(), load_timeout_s=0.5)
+    turns.now += 0.6
+    turns.borrower.expire(turns.now)
+    turns.fabric.deliver(0)
+    turns.borrower.wake()
+    said += turns.finish()
+    turns.check_second(said, SourceCounts(store=12, recomputed=len(SECOND) - 12))
+
+
+def test_a_store_that_is_read_instead_has_its_own_deadline_and_outlives_the_lender(
+    make_turns: Callable[..., Turns],
+) -> None:
+    turns = make_turns("store+pull")
+    slow = MemoryFabric(manual=True, clock=lambda: turns.now)
+    MemoryFabric.bind(f"{turns.name}-q", slow)
+    turns.borrower = turns.make("q")
+    for core in (turns.lender, turns.borrower):
+        core.handle("r", Peers([turns.lender.card, turns.borrower.card]), turns.now)
+    stored_too(turns, 4, "q")
+    said = turns.borrow(turns.lend(), load_timeout_s=0.5)
+    turns.now += 0.6
+    turns.borrower.expire(turns.now)
+    turns.borrower.handle("r", KVReady("a", 0, ok=False, code="peer_gone"), turns.now)
+    while slow.under_way:
+        slow.deliver(0)
+    turns.borrower.wake()
+    said += turns.finish()
+    assert of_type(said, Loaded) == [], "it is no load of the lender's"
+    turns.check_second(said, SourceCounts(computed=len(SECOND) - NUM_LENT, store=NUM_LENT))
+    MemoryFabric.unbind(f"{turns.name}-q")
+
+
 def test_where_nothing_is_lent_a_store_is_asked(make_turns: Callable[..., Turns]) -> None:
     """The borrower does not know the lender; its store has what the lender computed."""
     turns = make_turns("pull+store")
-    for name, content in store_of(MemoryFabric.named(f"{turns.name}-d")).blocks():
-        store_of(MemoryFabric.named(f"{turns.name}-p")).put(name, content)
+    stored_too(turns, 4)
     handoff = msgspec.structs.replace(turns.lend(), epoch="another")
     sources = SourceCounts(computed=len(SECOND) - NUM_LENT, store=NUM_LENT)
     turns.check_second(turns.borrow(handoff) + turns.finish(), sources)
@@ -208,9 +271,7 @@ def test_where_nothing_is_lent_a_store_is_asked(make_turns: Callable[..., Turns]
 def test_what_was_evicted_meanwhile_is_a_counted_miss(make_turns: Callable[..., Turns], mode: str, code: str) -> None:
     turns = make_turns(mode)
     handoff = turns.lend()
-    turns.lender.handle("r", Release(lent_id("t-a"), 0), turns.now)
-    turns.lender.handle("r", submit(list(range(200, 255)), request_id="other", max_tokens=4), turns.now)
-    turns.run_lender()  # takes all blocks
+    evict(turns)
     said = turns.borrow(handoff) + turns.finish()
     (loaded,) = of_type(said, Loaded)
     assert isinstance(loaded, Loaded)

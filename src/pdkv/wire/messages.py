@@ -559,12 +559,15 @@ class TierEvents(Message, frozen=True):
     """
 
     medium: Annotated[str, Meta(min_length=1, max_length=MAX_MEDIUM_CHARS)]  # the tier's name, such as "disk"
-    shared: bool  # what one engine says of it holds for all that name it; else it is this engine's own
+    shared: bool  # what one engine says of it holds for all that name it and its scope; else it is this engine's own
     tokens_per_key: Size  # a key is the block key at the end of so many tokens; other ends are not told
     removed: BlockKeys = []
     stored: BlockKeys = []
     parts: Annotated[list[TierPart], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # fastest first; empty: not known
     value_bytes: Count = 0  # that a rank reads for a key; 0: not known
+    scope: Annotated[str, Meta(max_length=MAX_MEDIUM_CHARS)] = (
+        ""  # tells media of one name apart, such as two hosts' memory
+    )
 
     def under(self, name: str) -> "TierEvents":
         """The same of a tier that is a part of `name`."""

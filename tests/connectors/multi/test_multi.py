@@ -39,13 +39,25 @@ from pdkv.connectors.multi.wire import (
     untag,
 )
 from pdkv.connectors.peer.push_scheduler import PushScheduler
+from pdkv.connectors.peer.push_scheduler import decode_ticket as decode_push_ticket
 from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, UnknownConnector
 from pdkv.launch.engine_process import _check_connector
 from pdkv.launch.specs import EngineSpec
 from pdkv.prefill.role import PrefillRole
 from pdkv.wire.lending import lent_id
-from pdkv.wire.messages import MAX_BLOB_BYTES, Finished, HandedOff, KVLayout, KVReady, Loaded, Peers, Release
+from pdkv.wire.messages import (
+    MAX_BLOB_BYTES,
+    Allocated,
+    Finished,
+    HandedOff,
+    KVLayout,
+    KVReady,
+    KVTicket,
+    Loaded,
+    Peers,
+    Release,
+)
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
 SHAREABLE = KVLayout(2, 1, 8, 16, "float32", 4)
@@ -314,6 +326,54 @@ def test_failures_that_nobody_asks_for_are_bounded() -> None:
     for i in range(2 * MAX_EARLY_FAILURES):
         table.end((f"t{i}", 0), 0, TransferOutcome("peer_gone"))
     assert len(table._early) == MAX_EARLY_FAILURES
+
+
+def test_what_is_pushed_again_is_told_again() -> None:
+    """To another reader: without a word it would wait for its own deadline. The store may still be at it, or over."""
+    table, key = SendingTable(), ("t", 0)
+    table.begin(key, {0, 1}, tells_failure=True)
+    table.end(key, 1, TransferOutcome())
+    table.begin_again(key, 1)
+    table.end(key, 0, TransferOutcome())
+    assert not table.has_ended
+    table.end(key, 1, TransferOutcome("peer_gone"))
+    assert table.take_ended()[key].code == "peer_gone"
+    table.begin_again(key, 1)
+    table.end(key, 1, TransferOutcome("late"))
+    assert table.take_ended()[key].code == "late"
+    assert not len(table)
+
+
+def test_a_reader_whose_ticket_comes_after_anothers_hears_that_nothing_will_come() -> None:
+    """A ticket for more than there is, from the second decode engine."""
+    options = modes("push", "store") | {"0.fabric": "multi-again"}
+    prefill, *readers = (
+        make_core(name=name, options=options | {"1.fabric": f"multi-again-{name}"}, connector="multi")
+        for name in ("p", "d", "e")
+    )
+    for core in (prefill, *readers):
+        core.handle("r", Peers([each.card for each in (prefill, *readers)]), 0.0)
+
+    def ask(reader: EngineCore, attempt: int) -> bytes:
+        reader.handle("r", submit(PROMPT, kv="await_peer", attempt=attempt), 0.0)
+        (allocated,) = of_type(run(reader), Allocated)
+        assert isinstance(allocated, Allocated)
+        assert allocated.ticket is not None
+        return allocated.ticket
+
+    prefill.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
+    prefill.handle("r", KVTicket("a", 0, ask(readers[0], 0)), 0.0)
+    said = [*run(prefill), *run(readers[0]), *run(prefill)]
+    assert [message.ok for message in of_type(said, KVReady) if isinstance(message, KVReady)] == [True]
+    wrapped = decode_ticket(ask(readers[1], 1))
+    assert wrapped is not None
+    wanted = decode_push_ticket(wrapped.ticket)
+    assert wanted is not None
+    too_much = msgspec.msgpack.encode(msgspec.structs.replace(wanted, stop=wanted.stop + 40))
+    prefill.handle("r", KVTicket("a", 0, encode_ticket(wrapped.child, too_much), 1), 0.0)
+    (ready,) = of_type([*run(prefill), *run(prefill)], KVReady)
+    assert isinstance(ready, KVReady)
+    assert (ready.ok, ready.ticket) == (False, 1)
 
 
 def test_a_hold_ends_with_its_own_result_and_the_hand_off_later() -> None:

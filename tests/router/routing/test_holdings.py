@@ -152,6 +152,23 @@ def _offers(rig: ChooserRig, request: GenerateRequest) -> bool:
     return rig.find_offer(request, "prefill-0", 1.0) is not None
 
 
+@pytest.mark.parametrize(("tier_s", "is_read"), [(0.5, True), (0.01, False)])
+def test_beside_a_tier_a_loan_is_all_that_it_brings(tier_s: float, is_read: bool) -> None:
+    """Not only what the tier lacks. It is asked for if that is sooner than the tier and the rest computed."""
+    rig, request = ChooserRig(1, 2, lends=True), make_request(1024)
+    rig.store("decode-0", 1024, request)
+    rig.reach(["prefill-0"], 960, request, parts=[TierPart("store/0-disk")])
+    for _ in range(30):
+        rig.fleet.speeds.computed("prefill-0", 1000, 1.0)
+        rig.fleet.speeds.loaded(1008 * TOKEN_BYTES, 0.2)
+    report(rig, "prefill-0", **{"0-disk": (960 * TOKEN_BYTES, tier_s)})
+    offer = rig.find_offer(request, "prefill-0")
+    assert (offer is not None) == is_read
+    if offer is not None:
+        assert offer.num_tokens == 1008
+        assert offer.load_timeout_s == pytest.approx(2 * 1.008, rel=0.05)
+
+
 def test_what_is_computed_sooner_than_read_is_computed_unless_reading_is_asked_for() -> None:
     request = make_request(100)
     for reuse, seconds, is_read in [("auto", 1.0, False), ("always", 1.0, True), ("auto", 1e-6, True)]:

@@ -45,6 +45,16 @@ def test_a_tier_of_an_engines_own_is_nobody_elses() -> None:
     assert matches(index) == {"a": 80, "b": 64}
 
 
+def test_two_hosts_memories_are_two_tiers() -> None:
+    index = index_of("a", "b", "c")
+    index.apply("a", TierEvents("memory", True, 64, stored=ENDS[:3], scope="one host"))
+    index.apply("b", TierEvents("memory", True, 64, scope="one host"))
+    index.apply("c", TierEvents("memory", True, 64, stored=ENDS[:1], scope="another"))
+    assert matches(index) == {"a": 192, "b": 192, "c": 64}
+    index.apply("c", TierEvents("memory", True, 64, removed=ENDS[:1], scope="another"))
+    assert matches(index) == {"a": 192, "b": 192}
+
+
 def test_of_several_tiers_the_longest_match_counts() -> None:
     index = index_of("a")
     index.apply("a", disk(stored=ENDS[:2]))
