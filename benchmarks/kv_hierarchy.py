@@ -31,11 +31,46 @@ LIMIT = 0.25
 
 def run_hits(context: Context) -> list[Claim]:
     """TTFT of a prompt whose first 4k tokens are in a tier or at a peer, beside a local hit and the bytes alone."""
-    claims = []
+    claims = [_in_host_memory(context)]
     with _tiers() as tiers:
         for where, url in tiers.items():
-            claims += layerwise.run(context, url, where=where, tokens=TOKENS)
+            claims += layerwise.run(context, url, where=where, tokens=TOKENS, cut={"load": "async"})
     return [*claims, _at_a_peer(context)]
+
+
+def _in_host_memory(context: Context) -> Claim:
+    """Two engines of one launch in turn: one computes the prompts, the other reads them from its host memory."""
+    prefix, rounds = (256, 2) if context.quick else (TOKENS, 7)
+    model = find_model(context.models, "tiny" if context.quick else "mid")
+    options = ("--threads", "2", "--kv-cache-memory", "1GiB", "--kv-host-memory", "3GiB", "--connector", "nixl")
+    options += ("--policy", "round_robin")
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, prefix) for _ in range(rounds + 2)]
+    read, local = [], []
+    with pdkv(model, prefill=0, decode=2, options=options) as server:
+
+        def ask(prompt: list[int]) -> float:
+            """TTFT on the engine whose turn it is; then the other one's turn passes."""
+            reply = send_prompt(server, prompt + random_prompt(rng, layerwise.SUFFIX))
+            send_prompt(server, random_prompt(rng, layerwise.SUFFIX))
+            return reply.ttft
+
+        for prompt in prompts:  # the last ones are there so that the others have been saved
+            ask(prompt)
+        send_prompt(server, random_prompt(rng, layerwise.SUFFIX))  # the other engine's turn
+        for turn, prompt in enumerate(prompts[:-1]):
+            from_host, from_pool = ask(prompt), ask(prompt)
+            if turn:
+                read.append(from_host)
+                local.append(from_pool)
+        num_hits = metric(server, "pdkv_connector_tier_hits_total")
+    if num_hits < (rounds + 1) * prefix // 64:
+        raise RuntimeError(f"{num_hits:.0f} values were read from host memory")
+    with tempfile.TemporaryDirectory(prefix="pdkv-bench-", dir="/dev/shm") as memory:
+        plan = make_plan("store", options={"url": f"host://{memory}/kv"}, layout="mid", tokens=[prefix])
+        with open_setting(plan) as setting:
+            bare = measure_bare(plan, setting, prefix, rounds)
+    return layerwise.claim_of_hits(f"{prefix} tokens in host memory", read, local, bare)
 
 
 def _at_a_peer(context: Context) -> Claim:
@@ -88,8 +123,7 @@ def _tiers() -> Iterator[dict[str, str]]:
     """URLs of the tiers that can be measured here, by what they are called."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdkv-bench-"))
-        memory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdkv-bench-", dir="/dev/shm"))
-        tiers = {"host memory": f"host://{memory}/kv?capacity=3GiB", "files": f"file://{folder}/kv"}
+        tiers = {"files": f"file://{folder}/kv"}
         if find_binary() is not None:
             tiers["Redis"] = stack.enter_context(redis_server())
         if s3_server.is_installed():

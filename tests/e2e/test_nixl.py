@@ -54,7 +54,7 @@ def test_first_pass_and_replay(workload: Workload, topology: str, way: str) -> N
             check_undisturbed(books)
 
 
-@pytest.mark.parametrize("way", ["pull", "concurrent"])
+@pytest.mark.parametrize("way", ["pull", pytest.param("concurrent", marks=pytest.mark.slow)])
 def test_unequal_blocks_and_ranks(workload: Workload, way: str) -> None:
     """F20."""
     shapes = ("--prefill-block-size", "16", "--decode-block-size", "32", "--decode-tp", "2")
@@ -67,7 +67,7 @@ def test_unequal_blocks_and_ranks(workload: Workload, way: str) -> None:
         assert decode["kv_paths"] == {"nixl": {"prefill-0": "arena"}}
 
 
-@pytest.mark.parametrize("way", ["pull", "concurrent"])
+@pytest.mark.parametrize("way", [pytest.param("pull", marks=pytest.mark.slow), "concurrent"])
 def test_small_pools_on_both_sides(workload: Workload, way: str) -> None:
     small = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL)
     with deployed(workload, *TOPOLOGIES["1P1D"], *NIXL, *WAYS[way], *small) as deployment:

@@ -32,7 +32,7 @@ def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return greedy_workload(hf_model("phi3", initializer_range=0.2, **FEATURES["phi3"]), tmp_path_factory.mktemp("phi3"))
 
 
-@pytest.mark.parametrize("tp", ["2", "4"])
+@pytest.mark.parametrize("tp", [pytest.param("2", marks=pytest.mark.slow), "4"])
 def test_an_aggregated_engine_gives_the_tokens_of_one_rank(workload: Workload, tp: str) -> None:
     """With 4 ranks and two KV heads each head is held twice, so that it takes twice the memory."""
     memory = str(2 * AMPLE_POOL_BLOCKS * workload.block_bytes)

@@ -17,8 +17,10 @@ from equality import (
 )
 from small_models import FEATURES
 
+FAMILIES = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2")), "qwen3", "phi3"]
 
-@pytest.fixture(scope="module", params=["mistral", "qwen2", "qwen3", "phi3"])
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def workload(
     request: pytest.FixtureRequest, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Workload:
@@ -34,10 +36,6 @@ def test_first_pass_and_replay(workload: Workload) -> None:
             check_undisturbed(books)
 
 
-@pytest.mark.parametrize(
-    "workload", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2")), "qwen3", "phi3"],
-    indirect=True,
-)  # fmt: skip
 def test_preemption_on_both_sides(workload: Workload) -> None:
     with deployed(workload, *TOPOLOGIES["1P1D"], *PREEMPTING) as deployment:
         run_until_preempted(deployment, workload)

@@ -63,7 +63,14 @@ ORDERS = {
 }
 
 
-@pytest.fixture(scope="module", params=ORDERS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "prefill_first",
+        "concurrent",
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ("decode_first", "needs_peer_first")),
+    ],
+)
 def deployment(module_launch: Launch, request: pytest.FixtureRequest) -> Running:
     return module_launch(*ORDERS[request.param], "--order", request.param, "--tool-parser", "hermes")
 

@@ -37,7 +37,14 @@ def test_the_backend_equals_attention_written_out(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on what the neighbour computes
 @pytest.mark.usefixtures("in_triton")
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize(
+    "poison",
+    [
+        math.nan,
+        torch.finfo(torch.float32).max,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -math.inf)),
+    ],
+)
 def test_the_backend_reads_only_what_a_request_owns(poison: float, device: torch.device) -> None:
     """Poison in tails, in nobody's blocks and in a neighbour: the others get what they get beside nothing odd."""
     mix = [(0, 20), (37, 1), (0, 3), (40, 10), (15, 1)]

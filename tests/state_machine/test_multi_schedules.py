@@ -12,7 +12,7 @@ from state_machine.host import MULTI_PAIRS, run_schedule
 
 from pdkv.connectors.multi.scheduler import MultiScheduler
 
-NUM_SCHEDULES = 700
+NUM_SCHEDULES = 400
 
 
 @pytest.fixture(autouse=True)
