@@ -23,6 +23,7 @@ from typing import ClassVar
 import msgspec
 
 from pdkv.errors import ConfigError, StoreUnable, StoreUnavailable
+from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
 from pdkv.kv_store.base import Arrived, Buffer, Held, Sized, TellingStore, TierCounts, tier_name
@@ -368,8 +369,7 @@ class HostStore(TellingStore):
 def _scope_of(directory: int) -> str:
     """A name for a directory that no other host has, since the same path is another directory there."""
     status = os.fstat(directory)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return hashlib.blake2b(f"{boot} {status.st_dev} {status.st_ino}".encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(f"{host_id()} {status.st_dev} {status.st_ino}".encode(), digest_size=8).hexdigest()
 
 
 def _tell_nobody(stop: int) -> None:

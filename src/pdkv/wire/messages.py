@@ -565,9 +565,7 @@ class TierEvents(Message, frozen=True):
     stored: BlockKeys = []
     parts: Annotated[list[TierPart], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # fastest first; empty: not known
     value_bytes: Count = 0  # that a rank reads for a key; 0: not known
-    scope: Annotated[str, Meta(max_length=MAX_MEDIUM_CHARS)] = (
-        ""  # tells media of one name apart, such as two hosts' memory
-    )
+    scope: Annotated[str, Meta(max_length=MAX_MEDIUM_CHARS)] = ""  # tells media of one name apart, as of two hosts
 
     def under(self, name: str) -> "TierEvents":
         """The same of a tier that is a part of `name`."""
