@@ -51,8 +51,8 @@ class TierCounts(NamedTuple):
 class KVStore(ABC):
     """Thread-safe. Methods may block up to the store's timeout, so they are called on a connector's threads only.
 
-    Any method may raise StoreError (StoreUnavailable, StoreTimeout, StoreFull) and nothing else; after that the store
-    can be used again: it reconnects by itself. What a call that failed had done by then stays done.
+    Any method may raise StoreError (StoreUnavailable, StoreTimeout, StoreFull, StoreUnable) and nothing else; after
+    that the store can be used again: it reconnects by itself. What a call that failed had done by then stays done.
 
     Keys of a batch come in the order of their prompt, first blocks first; a store that evicts drops the last of a
     batch before the first, since a prefix is of no use without its beginning.
@@ -69,21 +69,22 @@ class KVStore(ABC):
 
     @property
     def asks_key_by_key(self) -> bool:
-        """Whether `contains` takes a request for each key."""
+        """Whether each key costs `contains` a request of its own, so that some rounds of a few keys are cheaper."""
         return False
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys have a value now. An answer may be out of date when it arrives: `get` decides."""
 
-    def count_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many keys in a row have a value, from the first one on.
+    def count_prefixes(self, chains: Sequence[Sequence[bytes]]) -> list[int]:
+        """How many keys in a row have a value, from the first one of each chain on.
 
         A store that asks key by key looks at some of them, and takes it that who has a key has those before it. As with
         `contains`, `get` decides.
         """
-        there = self.contains(keys)
-        return there.index(False) if False in there else len(keys)
+        there = iter(self.contains([key for chain in chains for key in chain]))
+        found = [[next(there) for _ in chain] for chain in chains]
+        return [each.index(False) if False in each else len(each) for each in found]
 
     def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys every process can find: `contains`, without what only this process has."""

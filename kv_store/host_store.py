@@ -97,7 +97,7 @@ class HostStore(TellingStore):
             raise ConfigError(f"host://{directory}: capacity is at least {MIN_BYTES} bytes, got {capacity}")
         self._directory = PrivateDirectory(directory, "host memory")
         self._where = f"host memory {self._directory.path}"
-        self.scope = _scope_of(self._directory.fd)
+        self.scope = _scope_of(self._directory.fd, is_launch=any(n.endswith(_ADDRESS) for n in self._names()))
         self._clock = clock
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -330,8 +330,8 @@ class HostStore(TellingStore):
             return
         self._looks_again = False
         is_over = time.time_ns() > changed_at + _CLOCK_TICK_NS
-        self._looked_at = changed_at if is_over else -1
         names = [name for name in self._names() if name != self._own_name]
+        self._looked_at = changed_at if is_over else -1
         opened = ((name, self._others.get(name) or self._open(name, os.O_RDONLY)) for name in names)
         self._others = {name: segment for name, segment in opened if segment is not None}
 
@@ -366,10 +366,13 @@ class HostStore(TellingStore):
         self._directory.close()
 
 
-def _scope_of(directory: int) -> str:
-    """A name for a directory that no other host has, since the same path is another directory there."""
+def _scope_of(directory: int, *, is_launch: bool) -> str:
+    """A name for a directory that no other host has, since the same path is another directory there. What a launch
+    keeps is reached through its processes; files by all who see the directory.
+    """
     status = os.fstat(directory)
-    return hashlib.blake2b(f"{host_id()} {status.st_dev} {status.st_ino}".encode(), digest_size=8).hexdigest()
+    where = host_id() if is_launch else host_id().split()[0]
+    return hashlib.blake2b(f"{where} {status.st_dev} {status.st_ino}".encode(), digest_size=8).hexdigest()
 
 
 def _tell_nobody(stop: int) -> None:

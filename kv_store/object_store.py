@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextvars import Context
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar, TypeVarTuple
 
 import obstore
@@ -58,19 +59,22 @@ class ObjectStore(TellingStore):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._run([partial(self._has, key) for key in keys])
 
-    def count_prefix(self, keys: Sequence[bytes]) -> int:
-        """Asks for a few keys at a time, evenly spaced between the last one found and the first one missing.
-
-        The first key is always asked for: it may be the oldest, and a bucket's rules may delete by age.
+    def count_prefixes(self, chains: Sequence[Sequence[bytes]]) -> list[int]:
+        """Asks for a few keys at a time, evenly spaced between the last one found and the first one missing; in rounds,
+        each for all chains. A chain's first key is always asked for: it may be the oldest, and a bucket's rules may
+        delete by age.
         """
-        found, missing = 0, len(keys)
-        while found < missing:
-            gap = missing - found
-            probes = sorted({found, *(missing - 1 - gap * i // _NUM_PROBES for i in range(_NUM_PROBES))})
-            there = self.contains([keys[i] for i in probes])
-            num_there = there.index(False) if False in there else len(probes)
-            missing = missing if num_there == len(probes) else probes[num_there]
-            found = probes[num_there - 1] + 1 if num_there else found
+        found, missing = [0] * len(chains), [len(chain) for chain in chains]
+        while left := [i for i in range(len(chains)) if found[i] < missing[i]]:
+            probes = {i: _probes(found[i], missing[i]) for i in left}
+            asked = list(dict.fromkeys(chains[i][place] for i in left for place in probes[i]))
+            there = set(compress(asked, self.contains(asked)))
+            for i in left:
+                for place in probes[i]:
+                    if chains[i][place] not in there:
+                        missing[i] = place
+                        break
+                    found[i] = place + 1
         return found
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
@@ -311,6 +315,12 @@ def _open_bucket(url: str, options: StoreOptions) -> Any:
         return make(url, client_options=client, **given)
     except (exceptions.BaseError, ValueError) as error:
         raise ConfigError(f"{url}: {_in_short(error)}") from None
+
+
+def _probes(found: int, missing: int) -> list[int]:
+    """Places to look at in [found, missing): the first, the last, and some in between."""
+    gap = missing - found
+    return sorted({found, *(missing - 1 - gap * i // _NUM_PROBES for i in range(_NUM_PROBES))})
 
 
 def _name(key: bytes) -> str:

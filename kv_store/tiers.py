@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
@@ -42,8 +44,8 @@ class TieredStore(TellingStore):
         self._retry_after_s = retry_after_s
         self._lock = threading.Lock()  # of the tiers' counters
         self._shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
-        scopes = {tier.store.scope for tier in self._shared}
-        self.scope = scopes.pop() if len(scopes) == 1 else ""
+        reaching_all = [tier for tier in self._shared if tier.write == "all" and not tier.store.scope]
+        self.scope = "" if reaching_all else self._shared[0].store.scope
         lazy = [tier for tier in self.tiers if tier.write != "all"]
         self._backfill = Backfill(stores[0], lazy, self._fill, self._take_back) if lazy else None
 
@@ -56,18 +58,22 @@ class TieredStore(TellingStore):
         self._look_up(found, lambda tier, missing: tier.store.contains([keys[i] for i in missing]))
         return found
 
-    def count_prefix(self, keys: Sequence[bytes]) -> int:
+    def count_prefixes(self, chains: Sequence[Sequence[bytes]]) -> list[int]:
+        keys = [(number, key) for number, chain in enumerate(chains) for key in chain]
         found = [False] * len(keys)
 
         def ask(tier: Tier, missing: list[int]) -> list[bool]:
             wanted = [keys[i] for i in missing]
             if not tier.store.asks_key_by_key:
-                return tier.store.contains(wanted)
-            num_found = tier.store.count_prefix(wanted)
-            return [i < num_found for i in range(len(wanted))]
+                return tier.store.contains([key for _, key in wanted])
+            left = [[key for _, key in part] for _, part in groupby(wanted, key=itemgetter(0))]
+            counts = tier.store.count_prefixes(left)
+            return [i < count for chain, count in zip(left, counts, strict=True) for i in range(len(chain))]
 
         self._look_up(found, ask)
-        return found.index(False) if False in found else len(keys)
+        there = iter(found)
+        each = [[next(there) for _ in chain] for chain in chains]
+        return [one.index(False) if False in one else len(one) for one in each]
 
     def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)

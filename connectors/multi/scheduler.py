@@ -156,9 +156,10 @@ class MultiScheduler(SchedulerConnector):
 
     def _fall_back(self, key: TransferKey, load: _Load, code: str) -> bool:
         """Let another child fill the blocks that the first one did not. Once, and nothing less than all of them."""
-        if not load.may_fall_back or code == TransferCancelled.code:
-            return False
         request = load.request
+        is_loan = request.kv == "handoff" and self.views.sees_handoff(request, load.child)
+        if not load.may_fall_back or is_loan or code == TransferCancelled.code:
+            return False  # after a loan the engine asks anew: what is found then is not the lender's
         for index, (child, scheduler) in enumerate(zip(self._children, self._schedulers, strict=True)):
             view = self.views.request(request, index)
             if index == load.child or child.connector.kind == "push" or view is None:
@@ -246,7 +247,8 @@ class MultiScheduler(SchedulerConnector):
             return FinishDecision(hold_blocks=any(answer.hold_blocks for answer in answers))
         kinds = [child.connector.kind for child in self._children]
         takes_part = [
-            self.views.lends(key, i) and (kinds[i] != "pull" or answer.hold_blocks) for i, answer in enumerate(answers)
+            self.views.takes_part(key, i) and (kind != "pull" or answer.hold_blocks)
+            for i, (kind, answer) in enumerate(zip(kinds, answers, strict=True))
         ]
         payloads = bound_handoff([answer.payload or b"" if takes_part[i] else None for i, answer in enumerate(answers)])
         holding = [i for i, answer in enumerate(answers) if answer.hold_blocks and payloads[i] is not None]

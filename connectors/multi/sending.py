@@ -66,9 +66,10 @@ class SendingTable:
             self.end(key, child, outcome)
 
     def begin_again(self, key: TransferKey, child: int) -> None:
-        """One child sends it once more, to another reader."""
+        """One child sends it once more, to another reader, whom its failure to reach the first one does not concern."""
         sending = self._sendings.setdefault(key, _Sending(set(), True, TransferOutcome()))
         sending.waiting.add(child)
+        sending.outcome = sending.outcome._replace(code="")
 
     def end(self, key: TransferKey, child: int, outcome: TransferOutcome) -> None:
         """A child's part of a hand-off ended."""

@@ -31,7 +31,7 @@ class ChildViews:
         self._kinds = [child.connector.kind for child in children]
         self._lends = [child.connector.lends for child in children]
 
-    def lends(self, key: TransferKey, child: int) -> bool:
+    def takes_part(self, key: TransferKey, child: int) -> bool:
         """Whether a child has a part in what is handed off under that key: all have, except in a loan."""
         return not is_lent(key[0]) or self._lends[child]
 
@@ -43,7 +43,7 @@ class ChildViews:
     def request(self, request: RequestView, child: int) -> RequestView | None:
         """A request as one child sees it; None: the hand-off has nothing for that child."""
         is_idle = self._kind == "push" and self._kinds[child] == "pull" and request.kv != "local"
-        if is_idle or not self.lends(request.transfer_key, child):
+        if is_idle or not self.takes_part(request.transfer_key, child):
             return msgspec.structs.replace(request, kv="local", handoff=None, ticket=None)
         if request.ticket is None and request.handoff is None:
             return request

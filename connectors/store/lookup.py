@@ -334,18 +334,26 @@ class KeyLookups:
 
     def _look_all_up(self, lookups: Sequence[_Lookup]) -> set[bytes]:
         """Which values are stored, as far as these lookups ask; for none of them, whether the store answers."""
-        by_prefix = [lookup for lookup in lookups if lookup.is_chain and self._store.asks_key_by_key]
-        stored = set[bytes]().union(*(self._look_up_chain(lookup.keys) for lookup in by_prefix))
-        keys = list(dict.fromkeys(key for lookup in lookups if lookup not in by_prefix for key in lookup.keys))
-        return stored if by_prefix and not keys else stored | self._look_up(keys or [PROBE_KEY])
+        chains, keys = list[list[bytes]](), dict[bytes, None]()
+        for lookup in lookups:
+            if lookup.is_chain and self._store.asks_key_by_key:
+                chains.append(lookup.keys)
+            else:
+                keys.update(dict.fromkeys(lookup.keys))
+        stored = self._look_up_chains(chains) if chains else set[bytes]()
+        return stored if chains and not keys else stored | self._look_up(list(keys) or [PROBE_KEY])
 
-    def _look_up_chain(self, keys: list[bytes]) -> set[bytes]:
-        """The first keys whose values are stored: one part of a few of them, then the others of the last one found."""
+    def _look_up_chains(self, chains: Sequence[list[bytes]]) -> set[bytes]:
+        """The first keys of each whose values are stored: one part of some of them, then the others of the last one."""
         first, *others = self._suffixes
-        found = keys[: self._store.count_prefix([key + first for key in keys])]
-        if found and others and not all(self._store.contains([found[-1] + suffix for suffix in others])):
-            return self._look_up(found)
-        return set(found)
+        counts = self._store.count_prefixes([[key + first for key in chain] for chain in chains])
+        found = [chain[:count] for chain, count in zip(chains, counts, strict=True) if count]
+        there = self._store.contains([chain[-1] + suffix for chain in found for suffix in others]) if others else []
+        size = len(others)
+        stored, in_doubt = set[bytes](), set[bytes]()
+        for i, chain in enumerate(found):
+            (stored if all(there[i * size : (i + 1) * size]) else in_doubt).update(chain)
+        return stored | self._look_up(list(in_doubt)) if in_doubt else stored
 
     def _look_up(self, keys: list[bytes]) -> set[bytes]:
         """Which values are stored with all their parts: first one part of each, then the others of those found."""

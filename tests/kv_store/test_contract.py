@@ -56,8 +56,8 @@ def test_a_batch_says_per_key_what_is_there(store: KVStore, key: Key) -> None:
 def test_how_many_keys_in_a_row_are_there(store: KVStore, key: Key, num_asked: int) -> None:
     keys = [key(number) for number in range(num_asked)]
     put(store, [key(number) for number in range(13)], 100)
-    assert store.count_prefix(keys) == min(num_asked, 13)
-    assert store.count_prefix([key(1000), *keys]) == 0
+    assert store.count_prefixes([keys])[0] == min(num_asked, 13)
+    assert store.count_prefixes([[key(1000), *keys]])[0] == 0
 
 
 def test_read_gives_what_get_gives_and_tells_of_bytes_that_are_there(store: KVStore, key: Key) -> None:

@@ -8,6 +8,7 @@ import random
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -345,17 +346,19 @@ def test_a_segment_that_cannot_be_opened_now_is_opened_later(
 
 
 def test_without_descriptors_a_call_fails_and_holds_nothing(open_: Open, directory: Path) -> None:
-    """The directory has changed, and cannot be read now."""
-    store = open_()
-    (directory / "another").touch()
+    """The directory has changed, a while ago, and cannot be read now: it is looked at again."""
+    store, another = open_(), open_()
+    put(another, 1)
+    long_ago = time.time_ns() - 10**9
+    os.utime(directory, ns=(long_ago, long_ago))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         with pytest.raises(StoreUnavailable, match="Too many open files"):
-            store.contains([key(0)])
+            store.contains([key(1)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert store.contains([key(0)]) == [False]
+    assert store.contains([key(1)]) == [True]
     store.close()
     assert store.own is not None
     assert store.own.segment.fd < 0
@@ -367,7 +370,9 @@ def test_a_directorys_scope_is_its_own(tmp_path: Path) -> None:
     assert scopes[0] == scopes[1] != scopes[2]
     tiers = TieredStore([stores[0], MemoryStore("below")])
     assert tiers.scope == scopes[0], "nobody else reaches the other tier"
-    assert TieredStore([stores[1], FileStore(tmp_path / "files")]).scope == ""
+    files = FileStore(tmp_path / "files")
+    assert TieredStore([stores[1], files]).scope == ""
+    assert TieredStore([stores[1], files], write=["all", "evicted"]).scope == scopes[0], "it lacks what is in memory"
     for store in stores:
         store.close()
 

@@ -97,14 +97,25 @@ def num_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_long_prefix_is_found_in_few_requests(num_heads: list[int]) -> None:
     keys = [b"%d" % number for number in range(500)]
     with s3_server() as url, open_store(url) as store:
-        assert store.count_prefix(keys) == 0
+        assert store.count_prefixes([keys])[0] == 0
         assert num_heads == [8]
         store.put([(key, memoryview(b"value")) for key in keys[:137]])
-        assert store.count_prefix(keys[:137]) == 137
+        assert store.count_prefixes([keys[:137]])[0] == 137
         assert num_heads == [8, 8]
         num_heads.clear()
-        assert store.count_prefix(keys) == 137
+        assert store.count_prefixes([keys])[0] == 137
         assert sum(num_heads) <= 32
+
+
+def test_many_prefixes_are_looked_for_at_once(num_heads: list[int]) -> None:
+    """What several prompts begin with is asked for once a round."""
+    first = [b"%d" % number for number in range(40)]
+    chains = [[*first, *(b"%d-%d" % (prompt, number) for number in range(60))] for prompt in range(20)]
+    with s3_server() as url, open_store(url) as store:
+        store.put([(key, memoryview(b"value")) for key in [*first, *chains[7][40:], *chains[3][40:45]]])
+        assert store.count_prefixes(chains) == [100 if i == 7 else 45 if i == 3 else 40 for i in range(20)]
+        assert len(num_heads) <= 4
+        assert store.count_prefixes([[], [b"none"], first]) == [0, 0, 40]
 
 
 def test_below_another_tier_a_bucket_is_asked_for_a_part_of_what_that_lacks(num_heads: list[int]) -> None:
@@ -113,9 +124,9 @@ def test_below_another_tier_a_bucket_is_asked_for_a_part_of_what_that_lacks(num_
     with s3_server() as url, TieredStore([MemoryStore("above"), open_store(url)]) as store:
         memory, bucket = (tier.store for tier in store.tiers)
         memory.put(values[:20])
-        assert store.count_prefix(keys) == 20
+        assert store.count_prefixes([keys])[0] == 20
         bucket.put(values)
         num_heads.clear()
         assert store.asks_key_by_key
-        assert store.count_prefix(keys) == 100
+        assert store.count_prefixes([keys])[0] == 100
         assert num_heads == [8]

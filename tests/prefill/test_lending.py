@@ -212,6 +212,18 @@ def test_a_loan_whose_load_fails_leaves_what_a_store_has(make_turns: Callable[..
     turns.check_second(said, SourceCounts(store=12, recomputed=len(SECOND) - 12))
 
 
+def test_a_store_that_has_all_is_asked_anew_and_is_not_the_lenders(make_turns: Callable[..., Turns]) -> None:
+    turns = make_turns("pull+store")
+    stored_too(turns, 4)
+    handoff = turns.lend()
+    evict(turns)
+    said = turns.borrow(handoff) + turns.finish()
+    (loaded,) = of_type(said, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert not loaded.ok, "the loan's end; the store's load is none"
+    turns.check_second(said, SourceCounts(store=NUM_LENT, recomputed=len(SECOND) - NUM_LENT))
+
+
 def test_a_loan_that_ends_when_it_was_given_up_does_not_cancel_the_load_after_it(
     make_turns: Callable[..., Turns],
 ) -> None:

@@ -29,7 +29,11 @@ def test_rude_clients_break_no_stream_and_hold_no_memory(tmp_path: Path) -> None
     [(50.0, 1.0, False), (51.0, 25.0, True), (51.0, 26.0, False), (125.0, 100.0, False), (126.0, 100.0, True)],
 )
 def test_health_is_late_by_more_than_the_machine_is(worst_ms: float, bare_worst_ms: float, is_late: bool) -> None:
-    assert bool(late({"worst_ms": worst_ms, "bare_worst_ms": bare_worst_ms})) == is_late
+    assert bool(late({"worst_ms": worst_ms, "bare_worst_ms": bare_worst_ms, "num_unavailable": 0})) == is_late
+
+
+def test_a_health_check_that_was_refused_is_told() -> None:
+    assert late({"worst_ms": 1.0, "bare_worst_ms": 1.0, "num_unavailable": 2}) == ["/health was 2 times a 503"]
 
 
 def test_stalls_are_read_from_the_metrics() -> None:

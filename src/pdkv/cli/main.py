@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -39,9 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the end fails once more
         return EXIT_READER_GONE
     return code
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody can read any more what is printed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def make_parser() -> argparse.ArgumentParser:

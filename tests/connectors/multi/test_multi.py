@@ -344,6 +344,17 @@ def test_what_is_pushed_again_is_told_again() -> None:
     assert not len(table)
 
 
+def test_a_first_readers_failure_is_not_the_seconds() -> None:
+    """The store still saves."""
+    table, key = SendingTable(), ("t", 0)
+    table.begin(key, {0, 1}, tells_failure=True)
+    table.end(key, 1, TransferOutcome("peer_gone"))
+    table.begin_again(key, 1)
+    table.end(key, 1, TransferOutcome())
+    table.end(key, 0, TransferOutcome())
+    assert table.take_ended()[key].code == ""
+
+
 def test_a_reader_whose_ticket_comes_after_anothers_hears_that_nothing_will_come() -> None:
     """A ticket for more than there is, from the second decode engine."""
     options = modes("push", "store") | {"0.fabric": "multi-again"}

@@ -260,9 +260,9 @@ class Guessing(FaultyStore):
     def asks_key_by_key(self) -> bool:
         return True
 
-    def count_prefix(self, keys: Sequence[bytes]) -> int:
-        there = self.contains(keys)
-        return len(keys) if there[-1] else there.index(False)
+    def count_prefixes(self, chains: Sequence[Sequence[bytes]]) -> list[int]:
+        exact = super().count_prefixes(chains)
+        return [len(chain) if self.contains(chain)[-1] else count for chain, count in zip(chains, exact, strict=True)]
 
 
 def test_a_gap_that_nobody_has_seen_is_computed_and_stored(make: MakeEngine) -> None:
@@ -285,6 +285,26 @@ def test_a_gap_that_nobody_has_seen_is_computed_and_stored(make: MakeEngine) -> 
     assert torch.equal(engine.tokens(blocks, 256), kv)
     for each in (writer, engine):
         each.close()
+
+
+def test_lookups_that_wait_together_are_answered_each_by_its_own() -> None:
+    """Those of prompts, and those of windows, for which each key is asked for."""
+    store = Guessing()
+    lookups = KeyLookups(store, [b"-0", b"-1"], lambda: None, timeout_s=20.0)
+    chains = [[b"%d-%d" % (prompt, number) for number in range(4)] for prompt in range(3)]
+    for suffix in (b"-0", b"-1"):
+        store.put([(key + suffix, memoryview(b"x")) for key in [*chains[0], *chains[1][:1], chains[2][3]]])
+    store.hold("contains")
+    assert lookups.num_found([b"first"]) is None
+    store.wait_held("contains")
+    assert [lookups.num_found(chain) for chain in chains[:2]] == [None, None]
+    assert lookups.look_up(chains[2]) is None
+    store.let_go("contains")
+    while lookups.look_up(chains[2]) is None:
+        threading.Event().wait(0.001)
+    assert [lookups.num_found(chain) for chain in chains[:2]] == [4, 1]
+    assert lookups.look_up(chains[2]) == [False, False, False, True]
+    lookups.close()
 
 
 def test_where_the_last_value_lacks_a_part_each_is_asked_for() -> None:

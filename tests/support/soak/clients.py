@@ -29,6 +29,9 @@ from soak.stalls import WATCHDOG, counted, own
 NUM_STREAMS = 8
 SEND_TIMEOUT_S = 5
 FLAGS = ("--kv-cache-memory", "128MiB", "--send-timeout-s", str(SEND_TIMEOUT_S))
+MAX_UNAVAILABLE = 0.1
+"""Of the answers of /health: on a machine out of time engines may be silent for a moment."""
+
 MAX_MORE_RESIDENT = 50 << 20
 MAX_GAP_FACTOR = 1.2
 _END_BOUND_S = 60.0
@@ -148,6 +151,8 @@ def _judge(result: Result) -> None:
     if result.resident_more > MAX_MORE_RESIDENT:
         result.violations.append(f"the router's memory grew by {result.resident_more >> 20} MiB")
     result.slow += late(result.health)
+    if result.health["num_unavailable"] > MAX_UNAVAILABLE * result.health["num_health"]:
+        result.violations.append(f"/health was {result.health['num_unavailable']} times a 503")
     if result.gap_factor > MAX_GAP_FACTOR:
         result.slow.append(f"the p99 gap of streams is {result.gap_factor:.2f} times what it was")
     if held := own(result.stalls):

@@ -36,7 +36,7 @@ Health = Mapping[str, float | int]
 def late(health: Health) -> list[str]:
     """What is wrong with the worst answer, and with answers that nothing can be served, if anything is."""
     allowed = MAX_MS + max(health["bare_worst_ms"] - MAX_MS / 2, 0.0)
-    wrong = [f"/health was {health['num_unavailable']} times a 503"] if health.get("num_unavailable") else []
+    wrong = [f"/health was {health['num_unavailable']} times a 503"] if health["num_unavailable"] else []
     if health["worst_ms"] > allowed:
         bare = f"a bare server {health['bare_worst_ms']}: {allowed:.0f} are allowed"
         wrong.append(f"/health took {health['worst_ms']} ms, {bare}")
