@@ -158,14 +158,22 @@ class CpuAttention(AttentionBackend):
         torch.softmax(scores, -1, out=scores)  # in float32 inside, whatever the dtype; row by row, so in place
         torch.bmm(scores, values, out=out.view(pairs, queries, head_size))
         if work.mask is not None and not math.isfinite(out.sum(dtype=torch.float32)):
-            torch.bmm(q.view(pairs, queries, head_size), keys.transpose(1, 2), out=scores)
-            self._attend_causally(work, work.mask, scores, values, out.view(pairs, queries, head_size))
+            lost = ~q.view(pairs, queries, head_size).isfinite().all(-1, keepdim=True)
+            torch.bmm(q.view(pairs, queries, head_size).masked_fill(lost, 0.0), keys.transpose(1, 2), out=scores)
+            self._attend_causally(work, work.mask, scores, values, lost, out.view(pairs, queries, head_size))
 
     def _attend_causally(
-        self, work: _Work, mask: torch.Tensor, scores: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+        self,
+        work: _Work,
+        mask: torch.Tensor,
+        scores: torch.Tensor,
+        values: torch.Tensor,
+        lost: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         """softmax(scores + mask) V where some of it is not finite: that reaches the queries that may see it, and no
-        others, although NaN gets past a mask of -inf, and past a weight of 0 as a value.
+        others, although NaN gets past a mask of -inf, past a weight of 0 as a value, and, in bfloat16 on AMX, from one
+        row of a product's left side into others. `lost`: queries that are not finite themselves, with scores of 0.
 
         Else the KV of a prompt's first tokens would depend on later ones, and be found by prompts without those.
         """
@@ -173,9 +181,10 @@ class CpuAttention(AttentionBackend):
         hidden = torch.zeros_like(scores, dtype=torch.bool)
         hidden.view(by_query)[..., -mask.shape[-1] :] = mask.isinf()
         weights = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
+        lost = lost | ~weights.isfinite().all(-1, keepdim=True)
         bad = ~values.isfinite()
-        torch.bmm(weights, values.masked_fill(bad, 0.0), out=out)
-        out.masked_fill_(torch.bmm((~hidden).float(), bad.float()) > 0, float("nan"))
+        torch.bmm(weights.masked_fill_(lost, 0.0), values.masked_fill(bad, 0.0), out=out)
+        out.masked_fill_((torch.bmm((~hidden).float(), bad.float()) > 0) | lost, float("nan"))
 
     def _plan(
         self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray, group: int, window: int | None

@@ -468,7 +468,7 @@ def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
         backends["prefill-0"].say(TierEvents("disk", True, 64, stored=keys[3:]))
         backends["prefill-1"].say(TierEvents("disk", True, 64))
         (tier,) = system.dispatcher.topology()["router"]["tiers"]
-        assert tier == {"medium": "disk", "shared": True, "tokens_per_key": 64, "keys": 1,
+        assert tier == {"medium": "disk", "scope": "", "shared": True, "tokens_per_key": 64, "keys": 1,
                         "engines": ["prefill-0", "prefill-1"], "parts": []}  # fmt: skip
         assert {(await check_right(system, request)).prefill_engine for _ in range(3)} == {"prefill-0"}
         holdings = system.dispatcher._holdings
