@@ -30,6 +30,8 @@ Ts = TypeVarTuple("Ts")
 _MESSAGE_LENGTH = 300
 _NUM_PROBES = 7
 _EXIT_BOUND_S = 5.0
+_BEHIND_S = 1.0
+"""So much later than a call's own deadline, which is told as such, is that of each of its requests in the client."""
 _CAUSE = re.compile(r'Os \{[^}]*message: "([^"]+)"', re.DOTALL)
 
 
@@ -303,7 +305,7 @@ class _Share:
 
 def _open_bucket(url: str, options: StoreOptions) -> Any:
     client: dict[str, Any] = {"connect_timeout": f"{options.connect_timeout_s}s"}
-    client["timeout"] = f"{options.operation_timeout_s}s"
+    client["timeout"] = f"{options.operation_timeout_s + _BEHIND_S}s"
     given: dict[str, Any] = {"retry_config": {"max_retries": 2}}
     if options.endpoint is not None:
         client["allow_http"] = options.endpoint.startswith("http://")
