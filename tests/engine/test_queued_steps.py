@@ -26,6 +26,8 @@ from pdkv.kernels.streams import HostStreams
 from pdkv.models.config import load_model_config
 from pdkv.models.loader import load_decoder
 
+pytestmark = pytest.mark.processes  # grammars are compiled in one
+
 MAX_LEN, NUM_BLOCKS, MAX_SEQS = 128, 24, 12
 
 

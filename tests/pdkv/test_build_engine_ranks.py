@@ -259,6 +259,7 @@ def test_guesses_on_every_rank_change_nothing(hf_model: HFModel, make_engine: Ma
     assert one.num_wrong == other.num_wrong > 10
 
 
+@pytest.mark.processes  # grammars are compiled in one
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_grammars_are_the_same_on_every_rank(make_engine: MakeEngine, ahead: int) -> None:
     """Each comes once, whether its request draws greedily or not; one that is wrong ends no rank."""

@@ -17,6 +17,8 @@ from pdkv.errors import InvalidRequest
 from pdkv.grammar.spec import StructuredOutputs
 from pdkv.offline.outputs import RequestOutput
 
+pytestmark = pytest.mark.processes  # grammars are compiled in one
+
 SCHEMA = {
     "type": "object",
     "properties": {

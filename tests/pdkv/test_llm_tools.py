@@ -13,6 +13,8 @@ from pdkv import LLM, SamplingParams
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.spec import StructuredOutputs
 
+pytestmark = pytest.mark.processes  # grammars are compiled in one
+
 USER = [{"role": "user", "content": "Hello"}]
 ZONES = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
 TOOLS = [
