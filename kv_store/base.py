@@ -48,6 +48,13 @@ class TierCounts(NamedTuple):
     read: ReadTime = ReadTime()
 
 
+def prefixes_of(chains: Sequence[Sequence[bytes]], there: Sequence[bool]) -> list[int]:
+    """How many keys in a row are there, from each chain's first one on. `there`: of all keys, chain after chain."""
+    answers = iter(there)
+    found = [[next(answers) for _ in chain] for chain in chains]
+    return [each.index(False) if False in each else len(each) for each in found]
+
+
 class KVStore(ABC):
     """Thread-safe. Methods may block up to the store's timeout, so they are called on a connector's threads only.
 
@@ -82,9 +89,7 @@ class KVStore(ABC):
         A store that asks key by key looks at some of them, and takes it that who has a key has those before it. As with
         `contains`, `get` decides.
         """
-        there = iter(self.contains([key for chain in chains for key in chain]))
-        found = [[next(there) for _ in chain] for chain in chains]
-        return [each.index(False) if False in each else len(each) for each in found]
+        return prefixes_of(chains, self.contains([key for chain in chains for key in chain]))
 
     def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys every process can find: `contains`, without what only this process has."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.backfill import Backfill
-from pdkv.kv_store.base import Arrived, Buffer, Item, KVStore, TellingStore, TermsOf, TierCounts, tier_name
+from pdkv.kv_store.base import Arrived, Buffer, Item, KVStore, TellingStore, TermsOf, TierCounts, prefixes_of, tier_name
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import Tier, WritePolicy
 
@@ -71,9 +71,7 @@ class TieredStore(TellingStore):
             return [i < count for chain, count in zip(left, counts, strict=True) for i in range(len(chain))]
 
         self._look_up(found, ask)
-        there = iter(found)
-        each = [[next(there) for _ in chain] for chain in chains]
-        return [one.index(False) if False in one else len(one) for one in each]
+        return prefixes_of(chains, found)
 
     def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)

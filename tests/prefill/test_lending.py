@@ -200,28 +200,18 @@ def evict(turns: Turns) -> None:
     turns.run_lender()
 
 
-def test_a_loan_whose_load_fails_leaves_what_a_store_has(make_turns: Callable[..., Turns]) -> None:
+@pytest.mark.parametrize("num_stored", [12, NUM_LENT], ids=["less than was lent", "as much"])
+def test_a_loan_whose_load_fails_leaves_what_a_store_has(make_turns: Callable[..., Turns], num_stored: int) -> None:
+    """The store is asked anew: its load is not the lender's, of which only the failure is told."""
     turns = make_turns("pull+store")
-    stored_too(turns, 3)
+    stored_too(turns, num_stored // 4)
     handoff = turns.lend()
     evict(turns)
     said = turns.borrow(handoff) + turns.finish()
     (loaded,) = of_type(said, Loaded)
     assert isinstance(loaded, Loaded)
     assert not loaded.ok
-    turns.check_second(said, SourceCounts(store=12, recomputed=len(SECOND) - 12))
-
-
-def test_a_store_that_has_all_is_asked_anew_and_is_not_the_lenders(make_turns: Callable[..., Turns]) -> None:
-    turns = make_turns("pull+store")
-    stored_too(turns, 4)
-    handoff = turns.lend()
-    evict(turns)
-    said = turns.borrow(handoff) + turns.finish()
-    (loaded,) = of_type(said, Loaded)
-    assert isinstance(loaded, Loaded)
-    assert not loaded.ok, "the loan's end; the store's load is none"
-    turns.check_second(said, SourceCounts(store=NUM_LENT, recomputed=len(SECOND) - NUM_LENT))
+    turns.check_second(said, SourceCounts(store=num_stored, recomputed=len(SECOND) - num_stored))
 
 
 def test_a_loan_that_ends_when_it_was_given_up_does_not_cancel_the_load_after_it(
