@@ -97,12 +97,9 @@ class Holdings:
         if self._reuse == "always":
             return Offer(lender, num_tokens)
         costs = self._loan_costs(borrower, num_tokens - cached)  # all of it travels, what a tier has, too
-        if reach is not None and own > cached and costs.load_s is not None and costs.compute_s is not None:
-            per_token = costs.compute_s / (num_tokens - cached)
-            from_tier_s = (self._tier_load_s(borrower, reach, cached) or 0.0) + per_token * (num_tokens - own)
-            if costs.load_s >= from_tier_s:
-                return None
-        return Offer(lender, num_tokens, costs.load_timeout_s, costs.compute_s or 0.0) if costs.prefers_load else None
+        if not costs.prefers_load or self._tier_is_sooner(borrower, reach, cached, num_tokens, costs):
+            return None
+        return Offer(lender, num_tokens, costs.load_timeout_s, costs.compute_s or 0.0)
 
     def handoff_s(self, decode: str, num_tokens: int) -> float:
         """Seconds in which so many tokens are handed over to a decode engine; 0: not known."""
@@ -122,6 +119,13 @@ class Holdings:
             return None
         more = takewhile(lambda each: each[0] > own, prompt.holders)
         return next((e for e in more if e[1] != borrower and self._fleet.can_lend(e[1], borrower, avoided)), None)
+
+    def _tier_is_sooner(self, borrower: str, reach: Reach | None, cached: int, num_tokens: int, loan: Costs) -> bool:
+        """Whether the borrower would have these tokens sooner by reading the tier and computing what that lacks."""
+        if reach is None or reach.num_tokens <= cached or loan.load_s is None or loan.compute_s is None:
+            return False
+        compute_s = loan.compute_s * (num_tokens - reach.num_tokens) / (num_tokens - cached)
+        return (self._tier_load_s(borrower, reach, cached) or 0.0) + compute_s <= loan.load_s
 
     def _loan_costs(self, borrower: str, num_tokens: int) -> Costs:
         return self._fleet.speeds.costs(borrower, num_tokens, self._num_bytes(borrower, num_tokens))
