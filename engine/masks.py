@@ -14,6 +14,7 @@ from pdkv.engine.plan import NewRequest, StepFailure
 from pdkv.engine.sampling.logit_processors import TokenMasks
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.compiled import CompiledGrammar
+from pdkv.grammar.match_time import MatchTime
 from pdkv.grammar.matcher import Matcher
 from pdkv.grammar.vocabulary import WORD_BITS
 from pdkv.wire.messages import RequestKey
@@ -27,6 +28,7 @@ class GrammarMasks:
         self._eos_token_ids = eos_token_ids
         self._grammars: dict[int, CompiledGrammar] = {}  # by number
         self._answers: dict[int, _Answer] = {}  # by slot
+        self._time = MatchTime()
         self._bits = torch.empty((0, -(-vocab_size // WORD_BITS)), dtype=torch.int32)
 
     def learn(self, grammars: Mapping[int, CompiledGrammar], ended: Sequence[int]) -> None:
@@ -34,12 +36,14 @@ class GrammarMasks:
         self._grammars.update(grammars)
         for number in ended:
             del self._grammars[number]
+            self._time.forget(number)
 
     def add(self, slot: int, request: NewRequest) -> None:
         """A request joins the batch: go to the end of its output so far."""
         if request.grammar is None:
             return
-        answer = _Answer(request, self._grammars[request.grammar], self._eos_token_ids)
+        matcher = self._grammars[request.grammar].matcher(self._time, request.grammar)
+        answer = _Answer(request, matcher, self._eos_token_ids)
         self._answers[slot] = answer
         self._go_on(answer, request.output_token_ids)
 
@@ -100,39 +104,36 @@ class GrammarMasks:
             answer = self._answers.get(slot)
             if answer is not None:
                 self._go_on(answer, tokens[start : start + count].tolist())
+        for number, seconds in self._time.end_step():
+            self._give_up(number, seconds)
 
     def _go_on(self, answer: "_Answer", token_ids: Sequence[int]) -> None:
         refused = answer.accept(token_ids)
         if refused is not None:
             text = f"the output's token {refused}, behind {answer.num_tokens} others, is none that its grammar allows"
             self.failures[answer.key] = StepFailure(InvalidRequest.code, text)
-        elif answer.is_too_slow:
-            text = f"the grammar takes too long to match: {answer.spent_s:.1f} s for {answer.num_tokens} tokens"
-            self.failures[answer.key] = StepFailure(InvalidRequest.code, text)
+
+    def _give_up(self, grammar: int, seconds: float) -> None:
+        """Fail all answers of a grammar that others wait for too long."""
+        text = f"the grammar takes too long to match: its answers held the others up for {seconds:.1f} s"
+        for answer in self._answers.values():
+            if answer.grammar == grammar:
+                self.failures.setdefault(answer.key, StepFailure(InvalidRequest.code, text))
 
 
 class _Answer:
     """Where one request's output stands in its grammar."""
 
-    def __init__(self, request: NewRequest, grammar: CompiledGrammar, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, request: NewRequest, matcher: Matcher, eos_token_ids: Collection[int]) -> None:
         self.key = request.key
+        self.grammar = request.grammar
         self.num_tokens = 0  # of the output that were accepted
         self.is_over = False  # it has ended, or is refused: what may still be drawn is thrown away
-        self.matcher = grammar.matcher()
+        self.matcher = matcher
         self._eos = _Tokens(eos_token_ids)
         self._own_stops = _Tokens(request.params.stop_token_ids)
         self._has_own_stops = bool(request.params.stop_token_ids)
         self._stops = {*eos_token_ids, *request.params.stop_token_ids}
-
-    @property
-    def is_too_slow(self) -> bool:
-        """Whether others wait too long for it."""
-        return self.matcher.is_too_slow
-
-    @property
-    def spent_s(self) -> float:
-        """Time that matching took so far."""
-        return self.matcher.spent_s
 
     def fill(self, bits: torch.Tensor, row: int, drafts: Sequence[int]) -> int:
         """Fill the rows of `bits` (n, words) from `row` on: behind the output, and then behind one draft after another.

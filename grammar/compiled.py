@@ -1,9 +1,9 @@
 """A grammar that is ready to match, and its bytes for other processes with the same vocabulary."""
 
-import time
 from typing import Any
 
 from pdkv.grammar.library import load_xgrammar
+from pdkv.grammar.match_time import MatchTime
 from pdkv.grammar.matcher import Matcher
 from pdkv.grammar.spec import Grammar
 from pdkv.grammar.vocabulary import Vocabulary
@@ -24,11 +24,12 @@ class CompiledGrammar:
         compiled = load_xgrammar().CompiledGrammar.deserialize_json(data[1:].decode(), vocabulary.info)
         return cls(compiled, data, vocabulary)
 
-    def matcher(self) -> Matcher:
-        """One at the beginning of an answer."""
+    def matcher(self, time: MatchTime | None = None, grammar: int = 0) -> Matcher:
+        """One at the beginning of an answer. `time`: where what it takes is counted, under the number `grammar`."""
         matcher = load_xgrammar().GrammarMatcher(self._compiled)
         allows_special = self.serialized[:1] == _WITH_SPECIAL
-        return Matcher(matcher, self._vocabulary, allows_special=allows_special, clock=time.perf_counter)
+        time = MatchTime() if time is None else time
+        return Matcher(matcher, self._vocabulary, allows_special=allows_special, time=time, grammar=grammar)
 
     @property
     def num_bytes(self) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.library import load_xgrammar
+from pdkv.grammar.match_time import MatchTime
 from pdkv.grammar.matcher import Matcher
 from pdkv.grammar.patterns import CHARACTER
 from pdkv.grammar.spec import Grammar
@@ -84,7 +85,8 @@ class Compiler:
         Raises:
             ValueError: it is to be refused.
         """
-        matcher = Matcher(load_xgrammar().GrammarMatcher(compiled), self.vocabulary, allows_special=True)
+        time = MatchTime(is_exact=True)
+        matcher = Matcher(load_xgrammar().GrammarMatcher(compiled), self.vocabulary, allows_special=True, time=time)
         mask = torch.empty((1, self.vocabulary.num_words), dtype=torch.int32)
         rng = random.Random(0)
         for i in range(_TRIAL_TOKENS):
@@ -94,8 +96,8 @@ class Compiler:
                 raise ValueError("no text of the model's tokens fulfils it")
             if token is None or not matcher.accept(token) or matcher.has_ended:
                 return
-            if matcher.spent_s > _TRIAL_S:
-                raise ValueError(f"matching it takes {matcher.spent_s / (i + 1) * 1e3:.0f} ms a token")
+            if time.total_s > _TRIAL_S:
+                raise ValueError(f"matching it takes {time.total_s / (i + 1) * 1e3:.0f} ms a token")
 
     def _compile(self, grammar: Grammar) -> Any:
         if _CHARACTER_IN_JSON in grammar.text and (ebnf := _with_lengths(grammar)) is not None:

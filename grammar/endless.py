@@ -4,30 +4,52 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.schema_time import SchemaTime
 
 
-def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, Any]]) -> None:
+def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, Any]], time: SchemaTime) -> None:
     """Takes schemas in the normal form.
 
     Raises:
-        InvalidRequest: what fulfils `root` has no end.
+        InvalidRequest: what fulfils `root` has no end, or the time is over.
+        RequestAborted: nobody waits for it any more.
     """
+    users: dict[str, list[str]] = {}  # of a definition: those that refer to it
+    for name, schema in definitions.items():
+        for used in _references(schema):
+            users.setdefault(used, []).append(name)
     ending: set[str] = set()
-    while True:
-        more = {name for name, schema in definitions.items() if name not in ending and _ends(schema, ending)}
-        if not more:
-            break
-        ending |= more
+    pending = list(definitions)
+    while pending:
+        time.check()
+        name = pending.pop()
+        if name not in ending and _ends(definitions[name], ending):
+            ending.add(name)
+            pending += users.get(name, ())
     if not _ends(root, ending):
         raise InvalidRequest(
             "the schema refers to itself so that no answer could end: an optional part or another type"
         )
 
 
+def _references(value: object) -> set[str]:
+    """The definitions that a schema, or a part of one, refers to."""
+    if isinstance(value, list):
+        return set().union(*map(_references, value))
+    if not isinstance(value, Mapping):
+        return set()
+    found = set().union(*map(_references, value.values()))
+    return found | {_name(value["$ref"])} if isinstance(value.get("$ref"), str) else found
+
+
+def _name(reference: str) -> str:
+    return reference.rpartition("/")[2]
+
+
 def _ends(schema: Mapping[str, Any], ending: set[str]) -> bool:
     """Whether something fulfils it, if the definitions in `ending` can be fulfilled."""
     if "$ref" in schema:
-        return schema["$ref"].rpartition("/")[2] in ending
+        return _name(schema["$ref"]) in ending
     if "anyOf" in schema:
         return any(_ends(branch, ending) for branch in schema["anyOf"])
     match schema.get("type"):

@@ -1,6 +1,9 @@
 """Schemas of one type, of given values: what a grammar enforces of them, in the form in which it does."""
 
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from math import ceil, floor
 from typing import Any
 
 from pdkv.grammar.disjoint import type_of
@@ -13,6 +16,9 @@ from pdkv.limits import clip
 
 Schema = dict[str, Any]
 Make = Callable[[Mapping[str, Any] | bool, str], Schema]
+
+_DECIMALS = 6
+"""Of numbers between two bounds, in the library's grammars."""
 
 _MAX_MULTIPLE = 1024
 _MAX_MULTIPLES_RANGE = 10_000
@@ -113,11 +119,22 @@ def _bounded(schema: Schema, at: str) -> Schema:
     if low is not None and high is not None and (low > high or (low == high and (low_open or high_open))):
         name = next(name for name in ("maximum", "exclusiveMaximum") if name in schema)
         raise Contradiction(f"{name} at {pointer(at, name)} leaves nothing above the minimum")
+    if low is not None and high is not None and not whole and not _has_few_decimals(low, low_open, high, high_open):
+        name = next(name for name in ("maximum", "exclusiveMaximum") if name in schema)
+        text = f"leaves no number of {_DECIMALS} decimals above the minimum: more cannot be enforced"
+        raise refuse(name, at, text)
     if low is not None:
         made["exclusiveMinimum" if low_open else "minimum"] = low
     if high is not None:
         made["exclusiveMaximum" if high_open else "maximum"] = high
     return made
+
+
+def _has_few_decimals(low: float, low_open: bool, high: float, high_open: bool) -> bool:
+    """Whether a number of `_DECIMALS` decimals lies between the bounds; the library's grammars hold no others."""
+    first, last = (Fraction(Decimal(repr(bound))) * 10**_DECIMALS for bound in (low, high))
+    least = floor(first) + 1 if low_open else ceil(first)
+    return least <= (ceil(last) - 1 if high_open else floor(last))
 
 
 def _bound(closed: Any, opened: Any, tighter: Callable[..., Any]) -> tuple[Any, bool]:

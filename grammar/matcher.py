@@ -1,17 +1,14 @@
 """Where one answer stands in its grammar: a function of the answer's tokens, and of nothing else."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from pdkv.grammar.library import load_xgrammar
+from pdkv.grammar.match_time import MatchTime
 from pdkv.grammar.vocabulary import WORD_BITS, Vocabulary
-
-_SPARE_S = 1.0
-_S_PER_TOKEN = 0.005
 
 
 class Matcher:
@@ -26,44 +23,27 @@ class Matcher:
         vocabulary: Vocabulary,
         *,
         allows_special: bool,
-        clock: Callable[[], float] = time.thread_time,
+        time: MatchTime,
+        grammar: int = 0,
     ) -> None:
         """Args:
         matcher: an `xgrammar.GrammarMatcher` at the beginning.
         allows_special: whether tokens that are left out of answers may match the text that they stand for.
-        clock: what its time is taken by. Another one than `time.thread_time`, whose system call may take longer than
-            a mask, only raises a suspicion: from then on it is that one.
+        time: where what it takes is counted.
+        grammar: the number under which it is.
         """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._known = vocabulary.all if allows_special else vocabulary.not_special
         self._never = vocabulary.padding if allows_special else vocabulary.padding | vocabulary.special
         self._num_behind = 0  # tokens behind the first stop token
-        self._num_accepted = 0  # tokens, those that were taken back included
-        self._clock = clock
-        self.spent_s = 0.0  # by that clock
-
-    @property
-    def is_too_slow(self) -> bool:
-        """Whether it took more time than an answer of this length may: each step of the engine waits for it.
-
-        A grammar's work may grow with the answer, as that of `root ::= root root | "a"` does.
-        """
-        return self._clock is time.thread_time and self._is_over_budget
+        self._time = time
+        self._grammar = grammar
 
     @property
     def is_filled_alone(self) -> bool:
-        """Whether `fill_all` calls `fill`: it has ended, or is suspected of being slow."""
-        return self._clock is time.thread_time or bool(self._matcher.is_terminated())
-
-    @property
-    def _is_over_budget(self) -> bool:
-        return self.spent_s > _SPARE_S + _S_PER_TOKEN * self._num_accepted
-
-    def _spend(self, seconds: float) -> None:
-        self.spent_s += seconds
-        if self._is_over_budget and self._clock is not time.thread_time:  # or the process stood still meanwhile
-            self._clock, self.spent_s, self._num_accepted = time.thread_time, 0.0, 0
+        """Whether `fill_all` calls `fill`: it has ended, or its time is taken by itself."""
+        return self._time.is_exact or bool(self._matcher.is_terminated())
 
     def accept(self, token_id: int) -> bool:
         """Go on by one token; False, and nothing changes, where the grammar does not allow it."""
@@ -72,10 +52,9 @@ class Matcher:
             return token_id in self._vocabulary.stop_token_ids
         if token_id in self._never or not 0 <= token_id < self._vocabulary.size:
             return False
-        began = self._clock()
+        began = self._time.clock()
         is_accepted = bool(self._matcher.accept_token(token_id))
-        self._spend(self._clock() - began)
-        self._num_accepted += is_accepted
+        self._time.spend(self._grammar, self._time.clock() - began, int(is_accepted))
         return is_accepted
 
     def rollback(self, count: int) -> None:
@@ -96,14 +75,14 @@ class Matcher:
         if self._matcher.is_terminated():
             words.copy_(self._vocabulary.stop)
             return
-        began = self._clock()
+        began = self._time.clock()
         self._matcher.fill_next_token_bitmask(bitmask, row)
-        self._spend(self._clock() - began)
+        self._time.spend(self._grammar, self._time.clock() - began)
         words &= self._known
 
     @staticmethod
     def fill_all(matchers: Sequence["Matcher"], bitmask: torch.Tensor) -> None:
-        """As `fill` for each of them and its row, in fewer calls."""
+        """As `fill` for each of them and its row, in fewer calls. Their time is counted in one place."""
         together = list[int]()
         for row, matcher in enumerate(matchers):
             if matcher.is_filled_alone:
@@ -112,12 +91,11 @@ class Matcher:
                 together.append(row)
         if not together:
             return
-        began = time.perf_counter()
+        time = matchers[together[0]]._time
+        began = time.clock()
         handles = [matchers[row]._matcher for row in together]
         _batch_matcher().batch_fill_next_token_bitmask(handles, bitmask, together)
-        took = time.perf_counter() - began
-        for row in together:
-            matchers[row]._spend(took)  # of all: it is only a suspicion
+        time.spend(None, time.clock() - began)
         _keep_known(matchers, together, bitmask)
 
     def forced(self, limit: int) -> list[int]:

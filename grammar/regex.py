@@ -4,6 +4,7 @@ Where the two differ, a class holds what both allow: `\\d` the ASCII digits, `\\
 expression is about the whole text: what precedes and follows an unanchored one is nothing.
 """
 
+import re
 from typing import NamedTuple, NoReturn
 
 from pdkv.errors import InvalidRequest
@@ -20,6 +21,8 @@ MAX_REPEAT = 10_000
 
 MAX_POSITIONS = 1024
 """Characters in a pattern, repetitions written out; each takes up to 30 ms to compile with 128k tokens."""
+
+_COUNTS = re.compile(r"\{([0-9]*,?[0-9]*)\}")
 
 LAST = 0x10FFFF
 """The last code point."""
@@ -233,10 +236,10 @@ class _Parser:
 
     def _counts(self) -> tuple[int, int | None] | None:
         """Those in braces; None where the brace is a character."""
-        end = self._text.find("}", self._i)
-        parts = [part.strip() for part in self._text[self._i + 1 : end].split(",")] if end > 0 else []
-        if len(parts) not in (1, 2) or not all(not part or (part.isascii() and part.isdecimal()) for part in parts):
+        found = _COUNTS.match(self._text, self._i)
+        if found is None:
             return None
+        parts = found[1].split(",")
         if not parts[0]:
             if len(parts) == 1:
                 return None

@@ -73,7 +73,7 @@ class _Normalizer:
         while self._pending:
             name, target, at = self._pending.pop()
             self._definitions[name] = self.schema(target, at)
-        check_ends(made, self._definitions)
+        check_ends(made, self._definitions, self._time)
         return {**made, "$defs": self._definitions} if self._definitions else made
 
     def schema(self, schema: Mapping[str, Any] | bool, at: str) -> Schema:

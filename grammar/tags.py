@@ -75,6 +75,7 @@ def _format(format_: object, at: str, depth: int, time: SchemaTime) -> Format:
     """One format, with the schemas in it in their normal form."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"the structural tag is more than {MAX_DEPTH} deep at {at}")
+    time.check()
     if not isinstance(format_, Mapping) or not isinstance(format_.get("type"), str):
         raise InvalidRequest(f"the format at {at} must be an object with a type")
     kind, made = format_["type"], dict(format_)

@@ -24,6 +24,7 @@ from pdkv.text import Tokenizer
 CONFIG = load_model_config(DEFAULT_MODEL)
 EOS = CONFIG.eos_token_ids[0]
 PROMPT = [5, 6, 7]
+FIRST = 7  # number of a batch's first grammar
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +38,22 @@ def vocabulary() -> Vocabulary:
 
 
 class Batch:
-    """A batch whose requests draw in every step, with one grammar that some of them have."""
+    """A batch whose requests draw in every step, with grammars that some of them have."""
 
-    def __init__(self, vocabulary: Vocabulary, pattern: str) -> None:
-        grammar = Grammar("regex", pattern)
-        data = serialize(Compiler(vocabulary).compile(grammar), grammar)
+    def __init__(self, vocabulary: Vocabulary, *grammars: Grammar | str, max_len: int = 64) -> None:
         self.masks = GrammarMasks(CONFIG.vocab_size, CONFIG.eos_token_ids)
-        self.masks.learn({7: CompiledGrammar.from_bytes(data, vocabulary)}, [])
-        self.batch = PersistentBatch(8, 64, 16)
+        for number, asked in enumerate(grammars, FIRST):
+            grammar = Grammar("regex", asked) if isinstance(asked, str) else asked
+            data = serialize(Compiler(vocabulary).compile(grammar), grammar)
+            self.masks.learn({number: CompiledGrammar.from_bytes(data, vocabulary)}, [])
+        self.batch = PersistentBatch(8, max_len, 16)
         self._slots: list[int] = []
 
-    def add(self, output: Sequence[int] = (), *, has_grammar: bool = True, **params: object) -> int:
+    def add(self, output: Sequence[int] = (), *, grammar: int | None = FIRST, **params: object) -> int:
         """Returns the slot."""
         new = NewRequest(
             (f"r{len(self._slots)}", 0), 0, PROMPT, list(output), SamplingParams(**params),  # type: ignore[arg-type]
-            [[0, 1, 2, 3]], 7 if has_grammar else None,
+            [[0, 1, 2, 3]], grammar,
         )  # fmt: skip
         slot = self.batch.add(new)
         self.masks.add(slot, new)
@@ -99,10 +101,10 @@ def ids(tokenizer: Tokenizer, texts: Collection[str]) -> list[int]:
 
 def test_rows_without_a_grammar_have_no_mask(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
     batch = Batch(vocabulary, "[01]{3}")
-    batch.add(has_grammar=False)
+    batch.add(grammar=None)
     assert batch.fill() is None
     batch.add()
-    batch.add(has_grammar=False)
+    batch.add(grammar=None)
     masks = batch.fill()
     assert masks is not None
     assert masks.rows.tolist() == [1]
@@ -129,7 +131,7 @@ def test_a_row_behind_drafts_has_the_mask_behind_them(vocabulary: Vocabulary, to
     zero, one, two = ids(tokenizer, "012")
     batch = Batch(vocabulary, "(01|10)+")
     batch.add()
-    batch.add(has_grammar=False)
+    batch.add(grammar=None)
     batch.add([one])
     for _ in range(2):  # what was tried leaves no trace
         masks = batch.fill([[zero, one, two, zero], [one], [zero, EOS, zero]])
@@ -175,6 +177,23 @@ def test_an_output_that_its_grammar_refuses_fails_its_request_alone(
     assert f"token {one}, behind 1 others" in failure.message
     batch.masks.remove(slot)
     assert not batch.masks.failures
+
+
+def test_a_grammar_whose_work_grows_with_the_answer_ends_with_all_its_answers(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    """The others go on."""
+    [a] = ids(tokenizer, "a")
+    batch = Batch(vocabulary, "a*", Grammar("ebnf", 'root ::= root root root | "a" | ""'), max_len=2048)
+    batch.add()
+    for _ in range(6):
+        batch.add(grammar=FIRST + 1)
+    batch.add()
+    while not batch.masks.failures:
+        batch.fill()
+        batch.draw(*[a] * 8)
+    assert set(batch.masks.failures) == {(f"r{i}", 0) for i in range(1, 7)}
+    assert {failure.code for failure in batch.masks.failures.values()} == {InvalidRequest.code}
 
 
 def test_a_mask_has_no_token_behind_the_vocabulary(vocabulary: Vocabulary) -> None:

@@ -82,6 +82,15 @@ def test_patterns_that_are_wrong_or_too_large_are_refused(pattern: str, words: s
         make_grammar(StructuredOutputs(regex=pattern))
 
 
+@pytest.mark.parametrize("pattern", ["a{1, 2}", "a{ 1}", "a{1 }", "a{x}", "a{}", "{"])
+def test_braces_without_counts_are_characters(pattern: str, grammars: ByteGrammars) -> None:
+    """To `re` as well."""
+    assert re.fullmatch(pattern, pattern)
+    compiled = grammars.compile(make_grammar(StructuredOutputs(regex=pattern)))
+    assert grammars.accepts(compiled, pattern)
+    assert not grammars.accepts(compiled, "a")
+
+
 @pytest.mark.parametrize("pattern", ['"', "\\\\", "\\n", "[\\x00-\\x1f]+", "a\\tb"])
 def test_characters_that_json_escapes_are_refused_in_a_schema(pattern: str) -> None:
     with pytest.raises(InvalidRequest, match=r"/pattern: .* cannot be enforced"):

@@ -50,6 +50,9 @@ def normal(schema: Any) -> Any:
         ({"allOf": [{"unevaluatedItems": False}, {"prefixItems": [{}]}]}, "/items", "together"),
         ({"properties": {"a": {}}, "allOf": [{"allOf": [{}], "unevaluatedProperties": False}]}, "/allOf/0", "beside"),
         ({"minLength": 3000}, "/minLength", "up to 1024"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-7}, "/maximum", "no number of 6 decimals"),
+        ({"minimum": 1.0000001, "exclusiveMaximum": 1.000001, "type": "number"}, "/exclusiveMaximum", "6 decimals"),
+        ({"minimum": 0.3000001, "maximum": 0.3000009}, "/maximum", "no number of 6 decimals"),
     ],
 )
 def test_what_a_grammar_cannot_enforce_is_refused_by_name_and_place(schema: Any, place: str, words: str) -> None:
@@ -136,6 +139,28 @@ def test_hostile_schemas_are_refused_in_a_bounded_time() -> None:
     for schema in (deep, {"$ref": "#/$defs/d0", "$defs": chain | {"d30": {"$ref": "#"}}}, product, wide):
         with pytest.raises(InvalidRequest):
             normalize(schema)
+
+
+def test_whether_a_long_chain_of_definitions_ends_is_seen_in_one_pass() -> None:
+    """Else its time would be over. Each array has to hold one of the next kind, and only the last kind may end."""
+    for order in (1, -1):
+        numbers = range(8000)[::order]
+        chain = {
+            f"d{i}": {"type": "array", "minItems": 1, "items": {"$ref": f"#/$defs/d{i + order}"}} for i in numbers[:-1]
+        }
+        last, first = f"d{numbers[-1]}", {"$ref": f"#/$defs/d{numbers[0]}"}
+        for schema, ends in (({"type": "null"}, True), (first, False)):
+            wide = {**first, "$defs": {**chain, last: schema}}
+            if ends:
+                normalize(wide)
+            else:
+                with pytest.raises(InvalidRequest, match="no answer could end"):
+                    normalize(wide)
+
+
+def test_bounds_may_be_as_close_as_numbers_of_six_decimals() -> None:
+    for low, high in ((0, 1e-6), (0.3, 0.300001), (1.0000009, 1.000001), (-1e-6, 0), (1e14, 1e14 + 1)):
+        assert normal({"type": "number", "minimum": low, "maximum": high})["maximum"] == high
 
 
 def test_values_in_common_are_found_whatever_their_order_and_number() -> None:

@@ -5,6 +5,7 @@ from typing import cast
 import torch
 
 from pdkv.errors import PdkvError
+from pdkv.grammar.match_time import MatchTime
 from pdkv.grammar.spec import Grammar
 from pdkv.grammar.store import GrammarStore
 
@@ -12,7 +13,7 @@ from pdkv.grammar.store import GrammarStore
 class Anything:
     """A matcher of a grammar that allows all tokens."""
 
-    is_too_slow, spent_s, is_filled_alone = False, 0.0, True
+    is_filled_alone = True
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -35,7 +36,7 @@ class Sized:
     def __init__(self, num_bytes: int = 100) -> None:
         self.num_bytes = num_bytes
 
-    def matcher(self) -> Anything:
+    def matcher(self, time: MatchTime, grammar: int) -> Anything:
         return Anything()
 
 

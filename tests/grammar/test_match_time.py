@@ -1,0 +1,64 @@
+"""How long grammars may hold an engine's steps up, all together."""
+
+from collections.abc import Mapping
+
+from pdkv.grammar.match_time import SPARE_S, MatchTime
+
+
+def play(time: MatchTime, costs: Mapping[int, float], num_steps: int = 1, *, answers: int = 1) -> dict[int, int]:
+    """Steps in which each of these grammars' answers takes so long for a token. Returns in which step they go."""
+    gone: dict[int, int] = {}
+    for step in range(num_steps):
+        for grammar, seconds in costs.items():
+            if grammar not in gone:
+                for _ in range(answers):
+                    time.spend(grammar, seconds, 1)
+        gone |= {grammar: step for grammar, _ in time.end_step()}
+    return gone
+
+
+def test_what_tokens_may_take_is_never_too_much() -> None:
+    time = MatchTime(is_exact=True)
+    assert not play(time, dict.fromkeys(range(512), 0.0002), 1000)
+
+
+def test_one_slow_answer_has_a_second_and_some_milliseconds_a_step() -> None:
+    assert not play(MatchTime(is_exact=True), {1: 0.005}, 1000)
+    gone = play(MatchTime(is_exact=True), {1: 0.015, 2: 0.0001}, 1000)
+    assert set(gone) == {1}
+    assert 90 < gone[1] < 110
+
+
+def test_answers_that_share_a_grammar_share_the_second() -> None:
+    assert play(MatchTime(is_exact=True), {1: 0.015}, 1000, answers=100) == {1: 0}
+
+
+def test_many_slow_grammars_go_within_a_few_steps_and_fast_ones_stay() -> None:
+    costs = {**dict.fromkeys(range(100), 0.020), **dict.fromkeys(range(100, 120), 0.0002)}
+    gone = play(MatchTime(is_exact=True), costs, 200)
+    assert not set(gone) & set(range(100, 120))
+    assert sum(step < 5 for step in gone.values()) >= 90
+    assert len(gone) == 100
+
+
+def test_a_clock_that_runs_while_the_process_stands_still_only_raises_a_suspicion() -> None:
+    time = MatchTime()
+    assert not play(time, {1: 10.0})
+    assert time.is_exact
+    assert not play(time, {1: 0.0001}, 255)
+    assert time.is_exact
+    play(time, {1: 0.0001})
+    assert not time.is_exact
+
+
+def test_what_a_suspicion_begins_with_is_one_spare_second() -> None:
+    time = MatchTime()
+    play(time, {1: 10.0})
+    assert play(time, {1: SPARE_S + 0.01}) == {1: 0}
+
+
+def test_a_grammar_that_nobody_has_is_not_chosen() -> None:
+    time = MatchTime(is_exact=True)
+    play(time, {1: 0.9, 2: 0.05})
+    time.forget(1)
+    assert set(play(time, {2: 0.2})) == {2}
