@@ -8,7 +8,7 @@ import asyncio
 import enum
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import httptools
 import msgspec
@@ -40,6 +40,13 @@ class _Phase(enum.Enum):
     IDLE = enum.auto()  # nothing of the next request is here
     HEADERS = enum.auto()
     BODY = enum.auto()
+
+
+class _BodyReader(NamedTuple):
+    """Whom a parser tells of a body alone."""
+
+    on_body: Callable[[bytes], None]
+    on_message_complete: Callable[[], None]
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -226,10 +233,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parse_piece(self, piece: memoryview) -> None:
         self._size.begin_piece()
         try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            self._be_deaf()  # served as if it had not asked; what follows is not HTTP/1.1
-            return
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._decline_upgrade(piece[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self._refuse(400, f"the request is not valid HTTP/1.1: {error}")
             return
@@ -237,6 +244,34 @@ class LimitedProtocol(HttpToolsProtocol):
         refusal = self._refusal or self._too_much()
         if refusal is not None:
             self._refuse(*refusal)
+
+    def _decline_upgrade(self, rest: memoryview) -> None:
+        """Serve a request that offers another protocol as if it did not, as a server may (RFC 9110, 7.8).
+
+        The parser takes what comes behind its headers for the other protocol. It is the body, if there is one; what
+        comes behind that may be of the other protocol, and is not read.
+        """
+        if self._refusal is not None:
+            return
+        length = self._length_of_body()
+        if not length:
+            self._be_deaf()
+            return
+        self.parser = httptools.HttpRequestParser(_BodyReader(self.on_body, self._declined_body_is_in))
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + length + b"\r\n\r\n")
+        if rest:
+            self.parser.feed_data(rest)
+
+    def _declined_body_is_in(self) -> None:
+        self.on_message_complete()
+        self._be_deaf()
+
+    def _length_of_body(self) -> bytes:
+        """The header that says how long the body of the request being parsed is; empty: it has none."""
+        for name, value in self.headers:
+            if name == b"transfer-encoding" or (name == b"content-length" and int(value)):
+                return name + b": " + value
+        return b""
 
     def _too_much(self) -> Refusal | None:
         """Why what has come of the request so far is refused."""
@@ -321,6 +356,8 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._paused
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and self._length_of_body():
+            return  # its body is still to come
         self._phase = _Phase.IDLE
         self._room.leave(self)
         if self._refusal is None:

@@ -124,6 +124,49 @@ def exchange_without_close_header(request: bytes) -> Reply:
     return run(main())
 
 
+UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA"
+"""What clients offer that would rather speak HTTP/2, as those on the JDK's own client do."""
+
+
+@pytest.mark.parametrize("size", [1, 100, 100_000], ids=lambda size: f"{size} bytes at once")
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
+def test_a_request_that_offers_another_protocol_is_served_as_if_it_did_not(size: int, chunked: bool) -> None:
+    request = post(COMPLETIONS, PROMPT, "content-type: application/json", UPGRADE)
+    if chunked:
+        half = len(PROMPT) // 2
+        parts = [b"%x\r\n%s\r\n" % (len(part), part) for part in (PROMPT[:half], PROMPT[half:], b"")]
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-type: application/json\r\n"
+        request = b"".join([head.encode(), UPGRADE.encode(), b"\r\n\r\n", *parts])
+
+    async def main() -> None:
+        async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
+            for start in range(0, len(request), size):
+                await client.send(request[start : start + size])
+                await asyncio.sleep(0)
+            await client.send(b"PRI * HTTP/2.0\r\n\r\n")  # no request of this protocol
+            reply = await client.reply()
+            assert reply.status == 200
+            assert reply.headers["connection"] == "close"
+            assert await client.at_end()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (get("/health", UPGRADE), 200),
+        (post(COMPLETIONS, b"", UPGRADE), 400),
+        (post(COMPLETIONS, bytes(24 << 20), "content-type: application/json", UPGRADE), 413),
+        (post(COMPLETIONS, PROMPT, "x: " + "y" * 40_000, UPGRADE), 431),
+        (f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\n{UPGRADE}\r\n\r\nno size".encode(), 400),
+    ],
+    ids=["no body", "empty body", "large body", "large headers", "broken chunks"],
+)
+def test_an_offer_of_another_protocol_changes_no_limit(request_bytes: bytes, status: int) -> None:
+    assert exchange(request_bytes).status == status
+
+
 def test_headers_that_do_not_come_are_408() -> None:
     reply = exchange(b"GET /health HTTP/1.1\r\nx: ", HttpLimits(header_timeout_s=0.1))
     assert reply.status == 408
