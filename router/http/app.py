@@ -141,6 +141,7 @@ def create_app(
         openapi_url=None,  # both are routes of our own
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # to the host that the client names
         routes=routes,
         lifespan=lifespan,
         middleware=[Middleware(AccessLogged), *_middleware(keys, access or AccessConfig())],

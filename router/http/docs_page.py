@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 _FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 
@@ -34,6 +35,14 @@ def docs_routes() -> list[Route]:
     return [Route("/docs", _page), Route("/docs/{file}", _file)]
 
 
+class _WholeFile(FileResponse):
+    """Whatever part of it is asked for: errors about ranges would not have the shape of all others."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [header for header in scope["headers"] if header[0] != b"range"]
+        await super().__call__({**scope, "headers": headers}, receive, send)
+
+
 async def _page(request: Request) -> Response:
     return HTMLResponse(_PAGE)
 
@@ -43,4 +52,4 @@ async def _file(request: Request) -> Response:
     package = find_spec("fastapi_offline")  # found, not imported
     if name not in _FILES or package is None or package.origin is None:
         raise HTTPException(404)
-    return FileResponse(Path(package.origin).parent / "static" / name, headers={"cache-control": "max-age=86400"})
+    return _WholeFile(Path(package.origin).parent / "static" / name, headers={"cache-control": "max-age=86400"})

@@ -31,12 +31,12 @@ class Exchange:
         self.fanout: Fanout | None = None
         self._send = send
         self._send_body = send_body
-        self._label = label
+        self._label = label or None
         self._encode_failure: Callable[[PdkvError], bytes] | None = None  # of a stream that has begun
         self.body_is_here = False
         """Else the connection ends with the response: what is still to come is no next request."""
         self.reply_id = secrets.token_hex(12)
-        self.request_id = label if label is not None and _is_plain(label) else self.reply_id
+        self.request_id = label if label and _is_plain(label) else self.reply_id
         self.created = int(time.time())
 
     @property

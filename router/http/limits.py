@@ -237,6 +237,9 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade as upgrade:
                 self._decline_upgrade(piece[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError:  # uvicorn has read the URL meanwhile
+            self._refuse(400, "the request is not valid HTTP/1.1: its URL was not understood")
+            return
         except httptools.HttpParserError as error:
             self._refuse(400, f"the request is not valid HTTP/1.1: {error}")
             return

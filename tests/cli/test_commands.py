@@ -84,6 +84,8 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
             ["drain", "decode-0", "--wait-s", "nan"],
             "--wait-s: a number of seconds from 0 to 86400 was expected, got nan",
         ),
+        (["generate", "caf\udce9"], "an argument is not valid UTF-8: 'caf\\udce9'"),
+        (["launch", "--served-model-name", "a\udcff"], "an argument is not valid UTF-8: 'a\\udcff'"),
         (["restart"], "say --rolling: engines are restarted one after the other"),
         (["role", "decode-0", "chef"], "unknown value 'chef'; known: prefill, decode, any"),
         (

@@ -38,6 +38,12 @@ def test_a_router_that_says_no_is_not_asked_again_and_one_that_says_nothing_is(
     run(control, silent, answer=b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../../x", "a/b"])
+def test_a_name_that_no_engine_can_have_is_not_asked_for(run_dir: RunDirectory, name: str) -> None:
+    with pytest.raises(ConfigError, match="no engine can be called"):
+        asyncio.run(RouterAdmin(run_dir.path).resume(name))
+
+
 @pytest.mark.parametrize("verb", ["drain", "wait_ready"])
 def test_a_router_that_is_asked_again_is_to_wait_for_what_is_left(run_dir: RunDirectory, verb: str) -> None:
     """One that has taken more time than there is in all is not one that does not answer."""

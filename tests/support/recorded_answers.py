@@ -77,6 +77,12 @@ HERMES = [
         calls=(("search", '{"query": "</tool_call> <tool_call>{"}'),),
     ),
     Recorded(
+        "cut in the closing tag",
+        "hermes",
+        '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_ca',
+        calls=(("get_time", '{"zone": "UTC"}'),),
+    ),
+    Recorded(
         "the closing tag is missing",
         "hermes",
         '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}',

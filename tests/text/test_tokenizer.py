@@ -108,6 +108,11 @@ def test_messages_that_the_template_refuses_are_the_clients_mistake(model_dir: P
     assert error.value.param == "messages"
 
 
+def test_a_text_that_is_no_unicode_is_the_clients_mistake(model_dir: Path) -> None:
+    with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+        Tokenizer.from_dir(model_dir).encode("a\ud800b")
+
+
 def test_a_template_cannot_leave_its_sandbox() -> None:
     with pytest.raises(InvalidRequest, match="unsafe"):
         ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render([])

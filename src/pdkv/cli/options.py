@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:  # a subcommand's arguments, too, come this way
-        """As ever, but nothing may be left over."""
-        namespace, rest = super().parse_known_args(*args, **kwargs)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # a subcommand's come this way, too
+        """As ever, but all must be text, and nothing may be left over."""
+        for text in sys.argv[1:] if args is None else args:
+            if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
+                self.error(f"an argument is not valid UTF-8: {text!r}")
+        namespace, rest = super().parse_known_args(args, namespace)
         if rest:
             name = rest[0].partition("=")[0]
             close = nearest(name[2:], [flag[2:] for flag in self._option_string_actions if flag.startswith("--")])

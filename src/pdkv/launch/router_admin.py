@@ -147,5 +147,7 @@ def _checked(status: int, data: bytes) -> dict[str, Any]:
 
 
 def _of(name: str) -> str:
-    """The path of an engine."""
+    """The path of an engine. Raises ConfigError for a name that no engine can have."""
+    if "/" in name or name in ("", ".", ".."):
+        raise ConfigError(f"no engine can be called {clip(name)!r}: see `pd engines`")
     return f"{_ENGINES}/{urllib.parse.quote(name, safe='')}"

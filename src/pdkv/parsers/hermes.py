@@ -66,5 +66,5 @@ class HermesParser(ToolParser):
             self._close_object()
         elif self._state == self._read_spoilt:
             self._arguments(rest)
-        else:
+        elif self._state != self._read_close or not _CLOSE.startswith(rest):  # the answer was cut in its closing tag
             self._text(rest)

@@ -97,8 +97,14 @@ class Tokenizer:
 
         Other Python threads run meanwhile: unlike the library's own `encode`, its batches let them, and without offsets
         they take half the time.
+
+        Raises:
+            InvalidRequest: half of a surrogate pair is in it.
         """
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:  # what the library calls a text that has no UTF-8
+            raise InvalidRequest("the text is not valid Unicode: it has half of a surrogate pair") from None
         ids: list[int] = encoding.ids
         return ids
 

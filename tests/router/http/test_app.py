@@ -74,6 +74,8 @@ def test_topology() -> None:
     [
         ("GET", "/v1/nothing", 404),
         ("GET", "/nowhere", 404),
+        ("GET", "/health/", 404),
+        ("POST", "/v1/completions/", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/chat/completions", 405),
         ("POST", "/health", 405),

@@ -167,6 +167,11 @@ def test_an_offer_of_another_protocol_changes_no_limit(request_bytes: bytes, sta
     assert exchange(request_bytes).status == status
 
 
+def test_a_url_that_is_none_is_said_to_be_the_reason() -> None:
+    reply = exchange(b"CONNECT evil:80 HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (reply.status, "URL" in reply.error()["message"]) == (400, True)
+
+
 def test_headers_that_do_not_come_are_408() -> None:
     reply = exchange(b"GET /health HTTP/1.1\r\nx: ", HttpLimits(header_timeout_s=0.1))
     assert reply.status == 408

@@ -139,6 +139,10 @@ def test_models_and_headers() -> None:
             model=MODEL, prompt="x", extra_headers={"x-request-id": "mine"}
         )
         assert raw.headers["x-request-id"] == "mine"
+        raw = await client.completions.with_raw_response.create(
+            model=MODEL, prompt="x", extra_headers={"x-request-id": ""}
+        )
+        assert raw.headers["x-request-id"]  # one of our own
         assert raw.headers["x-pd-decode-engine"] == "decode-1"
 
     run(FakeDispatcher(say(ids("a"))), use)

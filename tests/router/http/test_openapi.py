@@ -70,6 +70,8 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     for file in re.findall(r'(?:src|href)="([^"]*)"', html):
         reply = run(call(app, "GET", f"/{file}"))
         assert (reply.status, len(reply.body) > 1000) == (200, True), file
+    for wanted in ("bytes=a-b", "bytes=99999999-", "bytes=0-1"):  # all of it, which is never wrong
+        assert run(call(app, "GET", f"/{file}", headers={"range": wanted})).status == 200
     for path in ("/docs/redoc.standalone.js", "/docs/../pyproject.toml", "/docs/__init__.py"):
         assert run(call(app, "GET", path)).status == 404
 
