@@ -133,8 +133,9 @@ def _bounded(schema: Schema, at: str) -> Schema:
 def _has_few_decimals(low: float, low_open: bool, high: float, high_open: bool) -> bool:
     """Whether a number of `_DECIMALS` decimals lies between the bounds; the library's grammars hold no others."""
     first, last = (Fraction(Decimal(repr(bound))) * 10**_DECIMALS for bound in (low, high))
-    least = floor(first) + 1 if low_open else ceil(first)
-    return least <= (ceil(last) - 1 if high_open else floor(last))
+    least: int = floor(first) + 1 if low_open else ceil(first)
+    most: int = ceil(last) - 1 if high_open else floor(last)
+    return least <= most
 
 
 def _bound(closed: Any, opened: Any, tighter: Callable[..., Any]) -> tuple[Any, bool]:
