@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from pdkv.engine.attention.backend import to_tensor
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.kernels.upload import to_tensor
 
 _NONE = -1
 

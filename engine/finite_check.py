@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.engine.attention.backend import to_tensor
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows
 from pdkv.engine.plan import ScheduledRequest, StepFailure
 from pdkv.engine.readback import Read, read_here
 from pdkv.errors import NonFiniteLogits
 from pdkv.kernels.kv_copy import FP8, raw
+from pdkv.kernels.upload import to_tensor
 from pdkv.models.decoder import Attend
 from pdkv.models.heads import Heads
 from pdkv.wire.messages import RequestKey

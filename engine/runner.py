@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import StepsDone, make_step_done
-from pdkv.engine.attention.backend import Layer, pad, to_tensor
+from pdkv.engine.attention.backend import Layer, pad
 from pdkv.engine.attention.select import AttentionName, make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows, Proposer
@@ -27,6 +27,7 @@ from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.engine.warm_up import WarmUp
 from pdkv.kernels.streams import streams_of
+from pdkv.kernels.upload import to_tensor
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads

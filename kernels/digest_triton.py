@@ -1,5 +1,7 @@
 """The digest of `digest.py` in Triton, for KV in device memory: one program per unit and KV head."""
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 import triton
@@ -57,6 +59,12 @@ def _digest_kernel(
     tl.store(digests + unit * num_heads + head, total.to(tl.int64))
 
 
+@lru_cache(maxsize=64)
+def _constants(device: torch.device) -> torch.Tensor:
+    """(16,) int64: those of the words, and those of the lanes. They are there when this returns, for all streams."""
+    return torch.from_numpy(np.array(digest.KEYS + digest.LANES, dtype=np.uint64).view(np.int64)).to(device)
+
+
 def digests_triton(
     pool: torch.Tensor,
     offsets: torch.Tensor,
@@ -79,9 +87,8 @@ def digests_triton(
     digests = torch.empty((offsets.shape[0], num_heads), dtype=torch.int64, device=pool.device)
     if not digests.numel():
         return digests
-    constants = np.array(digest.KEYS + digest.LANES, dtype=np.uint64).view(np.int64)
     _digest_kernel[digests.shape](
-        pool, offsets, words, seeds, torch.from_numpy(constants).to(pool.device), digests, *strides, num_sides,
+        pool, offsets, words, seeds, _constants(pool.device), digests, *strides, num_sides,
         STRIPES=triton.next_power_of_2(-(-most_words // digest.STRIPE_WORDS)),
         **LAUNCH_OPTIONS,
     )  # fmt: skip

@@ -195,7 +195,8 @@ class CudaStreams(Streams):
     def make_stream(self) -> Stream:
         import torch
 
-        return _CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        # Copies go ahead of the blocks of a step's kernels that have not begun.
+        return _CudaStream(torch.cuda.Stream(self._device, priority=-1))  # type: ignore[no-untyped-call]
 
     def make_event(self) -> Event:
         import torch

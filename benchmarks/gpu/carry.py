@@ -19,6 +19,7 @@ WITH_WHAT_THEY_NEED = [
     "jinja2",
     "msgspec",
     "prometheus-client",
+    "psutil",
     "pyzmq",
     "transformers",
     "uvicorn",

@@ -66,12 +66,11 @@ class PoolDevice(ABC):
         Raises:
             TransferError: some of it is not within its pool; nothing is copied.
         """
-        import torch
-
         from pdkv.kernels.pool_copy import copy_pieces
+        from pdkv.kernels.upload import to_tensor
 
         pieces.check(target.nbytes, source.nbytes)
-        to, start = (torch.from_numpy(ids.copy()).to(self.device) for ids in (pieces.target, pieces.source))
+        to, start = (to_tensor(ids.copy(), self.device) for ids in (pieces.target, pieces.source))
         copy_pieces(target, source, to, start, pieces.rows)
 
     @abstractmethod

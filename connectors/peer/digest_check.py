@@ -1,7 +1,6 @@
 """A load's digests: those of the source, which may still be on their way, against those of what has landed."""
 
 import threading
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,9 +14,6 @@ from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
 from pdkv.kernels.digest import Digests
 from pdkv.wire.messages import KVLayout
-
-WAIT_S = 2.0
-"""A hand-off may be faster than the digest of its last tokens, which is on its way when it leaves."""
 
 _LOOK_S = 0.0005
 """Another process' memory tells nobody that it has changed."""
@@ -68,10 +64,11 @@ class DigestCheck:
 
         Raises:
             StaleGeneration: the source has reused a block.
-            KVCorrupted: it is something else, or the source has no digests and seems to make none.
+            KVCorrupted: it is something else.
+            TransferTimeout: the source had no digests by the job's deadline.
             TransferError: its table cannot be read, or the job has to stop.
         """
-        rows, tokens = self._await_source(job, checksums), self.tokens
+        rows, tokens = self._await_source(job), self.tokens
         more = np.flatnonzero(rows.counts != tokens.counts)
         if more.size:  # a cell's digest is that of all its tokens
             tokens, landed = tokens._replace(counts=rows.counts), landed.copy()
@@ -88,15 +85,14 @@ class DigestCheck:
             checksums.report(text, load.key, load.engine)
         return Landed(tokens, landed)
 
-    def _await_source(self, job: Job, checksums: Checksums) -> DigestRows:
-        """What the source's table says, when it has digests of all that is wanted. Raises as `compare`."""
-        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
-        while (missing := (rows := self._read(self._units, self._generations)).counts < self.tokens.counts).any():
+    def _await_source(self, job: Job) -> DigestRows:
+        """What the source's table says, when it has digests of all that is wanted. Raises as `compare`.
+
+        A hand-off is faster than the digest of its last tokens, by a whole step where the source queues steps.
+        """
+        pause = threading.Event()
+        while ((rows := self._read(self._units, self._generations)).counts < self.tokens.counts).any():
             job.check()
             self._check_generations()  # of others there will be none
-            if time.monotonic() >= deadline:
-                load = self._piece.load
-                text = f"engine {load.engine} has no digest of {int(missing.sum())} hash blocks"
-                checksums.report(text, load.key, load.engine)
             pause.wait(_LOOK_S)
         return rows

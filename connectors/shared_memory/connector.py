@@ -80,7 +80,7 @@ class SharedMemoryConnector(KVConnector):
             self.config,
             self._arena,
             self.notify,
-            io_threads=self.options.io_threads,
+            io_threads=self.options.io_threads or (1 if self._device is None else 4),  # a device's wait for it
             load_timeout_s=self.options.load_timeout_s,
             peers=self._peers,
         )

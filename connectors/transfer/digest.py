@@ -182,14 +182,14 @@ class PoolDigests:
         import torch
 
         from pdkv.kernels.digest_triton import digests_triton
+        from pdkv.kernels.upload import to_tensor
 
         words, rows, seeds = self._words, self._rows(part), _seeds(self.first_head, part).view(np.int64)
         assert words is not None
         done = self._streams.make_event()
         with self._stream.on():
             begins, counts, keys = (
-                torch.from_numpy(array).to(words.device)
-                for array in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
+                to_tensor(array, words.device) for array in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
             )
             strides = (rows.source_outer_stride // WORD_BYTES, rows.source_inner_stride // WORD_BYTES)
             digests = digests_triton(words, begins, counts, keys, strides, rows.row_bytes // WORD_BYTES)

@@ -175,12 +175,10 @@ class UnitPool:
         Raises:
             TransferTimeout: that step's kernels were not even queued within that time.
         """
-        import torch
-
         from pdkv.kernels.kv_copy import gather_blocks
+        from pdkv.kernels.upload import to_tensor
 
-        # What is uploaded comes before the wait: the host would wait for that copy, and so for the step.
-        unit_ids = torch.from_numpy(units).to(self.kv_cache.device)
+        unit_ids = to_tensor(units, self.kv_cache.device)
         after.wait_on_stream(timeout_s)
         images = self.new_images(units, part)
         gather_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
@@ -194,11 +192,10 @@ class UnitPool:
 
     def scatter_images(self, units: Ids, images: "torch.Tensor", part: UnitPart) -> None:
         """Queue a copy of such images into a pool on a device, on the current stream."""
-        import torch
-
         from pdkv.kernels.kv_copy import scatter_blocks
+        from pdkv.kernels.upload import to_tensor
 
-        unit_ids = torch.from_numpy(units).to(self.kv_cache.device)
+        unit_ids = to_tensor(units, self.kv_cache.device)
         scatter_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
 
     def row_ids(self, units: Ids, part: UnitPart) -> tuple[int, Ids]:

@@ -1,11 +1,10 @@
 """The attention of one step: what a backend gets before the layers run."""
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pdkv.engine.batch import IntArray, StepInputs
 from pdkv.models.heads import Heads
@@ -64,9 +63,3 @@ class AttentionBackend(ABC):
 def pad(array: IntArray, size: int) -> IntArray:
     """`array` (n,) followed by zeros, `size` in all."""
     return array if len(array) == size else np.concatenate([array, np.zeros(size - len(array), dtype=array.dtype)])
-
-
-def to_tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A numpy array as a tensor on `device`, without waiting for the copy."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

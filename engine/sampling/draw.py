@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.engine.attention.backend import to_tensor
 from pdkv.kernels import host
+from pdkv.kernels.upload import to_tensor
 
 _CDF_BLOCK = 64  # tokens per block of the two-level search
 _TOP_P_CANDIDATES = 512  # looked at before all are sorted

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.engine.attention.backend import to_tensor
 from pdkv.grammar.vocabulary import WORD_BITS
 from pdkv.kernels import host
+from pdkv.kernels.upload import to_tensor
 
 
 class PenaltyRows(NamedTuple):

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.engine.attention.backend import to_tensor
 from pdkv.engine.readback import Read, read_here
 from pdkv.engine.sampling.draw import largest
+from pdkv.kernels.upload import to_tensor
 from pdkv.wire.messages import TokenLogprob
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # bounds the int64 temporaries; on CPU they stay in the cache

@@ -3,12 +3,13 @@
 import numpy as np
 import torch
 
-from pdkv.engine.attention.backend import pad, to_tensor
+from pdkv.engine.attention.backend import pad
 from pdkv.engine.attention.shapes import round_rows
 from pdkv.engine.batch import IntArray, StepInputs
 from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.plan import NewRequest
 from pdkv.engine.sampling.sampler import SamplingState
+from pdkv.kernels.upload import to_tensor
 from pdkv.models.decoder import Decoder
 from pdkv.wire.messages import RequestKey, TokenLogprob
 

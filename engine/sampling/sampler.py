@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.engine.attention.backend import to_tensor
 from pdkv.engine.plan import NewRequest, StepFailure
 from pdkv.engine.readback import Read, read_here
 from pdkv.engine.sampling.checks import check_for_vocab
@@ -27,6 +26,7 @@ from pdkv.engine.sampling.logit_processors import (
 from pdkv.engine.sampling.logprobs import QueuedLogprobs, queue_logprobs, token_logprobs
 from pdkv.engine.sampling.randomness import uniforms
 from pdkv.kernels import host
+from pdkv.kernels.upload import to_tensor
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.wire.messages import TokenLogprob
 

@@ -88,8 +88,9 @@ def test_a_device_draws_what_the_cpu_draws(
 
 def test_a_vocabulary_of_128k(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a wider tensor."""
-    monkeypatch.setattr(draw_module, "_TILE", 1 << 15)
-    monkeypatch.setattr(draw_module, "_PIVOTS", 16)
+    if device.type == "cpu":  # fewer programs; a kernel of that size takes minutes to compile
+        monkeypatch.setattr(draw_module, "_TILE", 1 << 15)
+        monkeypatch.setattr(draw_module, "_PIVOTS", 16)
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(rng.normal(0.0, 3.0, (2, 128_256 + 16)).astype(np.float32))[:, :128_256]
     logits[1] = logits[1].round()

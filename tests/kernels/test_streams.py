@@ -51,7 +51,7 @@ def test_on_a_gpu_a_copy_runs_behind_what_it_waits_for() -> None:
     streams = streams_of(device)
     value, slab = torch.zeros(1 << 20, device=device), streams.make_pinned(4 << 20)
     copies, computed, done = streams.make_stream(), streams.make_event(), streams.make_event()
-    torch.cuda._sleep(50_000_000)
+    torch.cuda._sleep(500_000_000)
     value.fill_(3.0)
     computed.record()
     with copies.on():

@@ -41,7 +41,7 @@ class StagingCopies:
         if self._streams.is_host:
             self._copy_out_on_host(pairs)
             return
-        from pdkv.engine.attention.backend import to_tensor
+        from pdkv.kernels.upload import to_tensor
 
         computed, read = self._streams.make_event(), self._streams.make_event()
         computed.record()
@@ -64,7 +64,7 @@ class StagingCopies:
         if self._streams.is_host:
             self._copy_in_on_host(pairs)
             return
-        from pdkv.engine.attention.backend import to_tensor
+        from pdkv.kernels.upload import to_tensor
 
         computed, written = self._streams.make_event(), self._streams.make_event()
         computed.record()

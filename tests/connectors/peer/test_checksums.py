@@ -16,7 +16,7 @@ from pdkv.connectors.peer.checksums import SAMPLED, is_checked
 from pdkv.connectors.peer.push_worker import PushPiece
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.transfer.worker import Job
-from pdkv.errors import KVCorrupted, KVNotFound, PeerGone
+from pdkv.errors import KVCorrupted, KVNotFound, PeerGone, TransferTimeout
 from pdkv.wire.messages import ChecksumMode
 
 NUM_TOKENS = 75
@@ -32,11 +32,11 @@ def pull(source: PullEngine, reader: PullEngine, name: str = "t") -> str:
 
 @contextmanager
 def pair(
-    tp: tuple[int, int] = (1, 1), modes: tuple[ChecksumMode, ChecksumMode] = ("on", "on")
+    tp: tuple[int, int] = (1, 1), modes: tuple[ChecksumMode, ChecksumMode] = ("on", "on"), **options: str
 ) -> Iterator[tuple[PullEngine, PullEngine]]:
     """(source, reader), which know each other."""
     source, reader = (
-        PullEngine(SharedMemoryConnector, name, tp=ranks, kv_checksum=mode)
+        PullEngine(SharedMemoryConnector, name, tp=ranks, kv_checksum=mode, **options)
         for name, ranks, mode in zip(("p", "d"), tp, modes, strict=True)
     )
     with closing(source), closing(reader):
@@ -79,11 +79,10 @@ def test_a_damaged_pull_fails_with_both_engines_names(
         reader.check(TARGET, full_kv(NUM_TOKENS, reader.layout))
 
 
-def test_a_source_that_makes_no_digests_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdkv.connectors.peer.digest_check.WAIT_S", 0.05)
-    with pair() as (source, reader):
+def test_a_source_that_makes_no_digests_is_not_believed() -> None:
+    with pair(load_timeout_s="0.2") as (source, reader):
         source.workers[0].source_digests.close()
-        assert pull(source, reader) == KVCorrupted.code
+        assert pull(source, reader) == TransferTimeout.code
 
 
 @pytest.mark.parametrize("modes", [("off", "on"), ("on", "off"), ("off", "off")], ids="-".join)
