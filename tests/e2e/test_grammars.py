@@ -68,7 +68,7 @@ def kill_all_decodes(deployment: Running, expected: dict[str, Reply], kill_at: i
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--prefill", "1", "--decode", "2", "--in-turn-below-s", "0"),
+        pytest.param(("--prefill", "1", "--decode", "2", "--in-turn-below-s", "0"), marks=pytest.mark.slow),
         pytest.param(("--prefill", "1", "--decode", "1", "--max-steps-ahead", "0"), marks=pytest.mark.slow),
         pytest.param(("--prefill", "2", "--decode", "2", "--connector", "nixl"), marks=pytest.mark.slow),
         ("--prefill", "1", "--decode", "1", "--tp", "2"),

@@ -17,7 +17,7 @@ from equality import (
 )
 from small_models import FEATURES
 
-FAMILIES = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2")), "qwen3", "phi3"]
+FAMILIES = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "phi3")), "qwen3"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

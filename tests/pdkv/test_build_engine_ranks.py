@@ -237,7 +237,7 @@ def test_seeds_penalties_and_logprobs_are_those_of_one_rank(hf_model: HFModel, m
                     assert other.logprob == pytest.approx(entry.logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_guesses_on_every_rank_change_nothing(hf_model: HFModel, make_engine: MakeEngine, ahead: int) -> None:
     params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=9 + i) for i in range(len(PROMPTS))]
     model = hf_model("llama", initializer_range=0.2)
@@ -260,7 +260,7 @@ def test_guesses_on_every_rank_change_nothing(hf_model: HFModel, make_engine: Ma
 
 
 @pytest.mark.processes  # grammars are compiled in one
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_grammars_are_the_same_on_every_rank(make_engine: MakeEngine, ahead: int) -> None:
     """Each comes once, whether its request draws greedily or not; one that is wrong ends no rank."""
     schema = StructuredOutputs(json={"type": "array", "items": {"enum": ["cat", "dog", 7]}, "maxItems": 5})
