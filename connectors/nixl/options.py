@@ -6,7 +6,7 @@ from typing import Literal
 from pdkv.connectors.nixl.wire import PATHS, Mode, Path
 from pdkv.connectors.transfer.lanes import LaneConfig
 from pdkv.connectors.transfer.small_pieces import Gate
-from pdkv.options import Options, option, seconds
+from pdkv.options import MAX_THREADS, Options, option, seconds
 
 
 class NixlOptions(Options):
@@ -25,6 +25,9 @@ class NixlOptions(Options):
         "how peers on this host are read: arena: their pools are mapped; cma: copied from process to process; ucx: by "
         "NIXL, the only way from other hosts; auto: the first of them that works",
     )
+    threads_per_peer: int | None = option(
+        None, "pull: threads that load from each rank of a peer; absent: 1, or 4 on a GPU", ge=1, le=MAX_THREADS
+    )
     progress_thread: bool = option(
         False, "NIXL's own progress thread, for transports that need the peer's help, such as TCP between hosts"
     )
@@ -41,5 +44,5 @@ class NixlOptions(Options):
 
     @property
     def lanes(self) -> LaneConfig:
-        """One thread per peer rank that something is exchanged with."""
+        """One thread per peer rank that something is exchanged with, or `threads_per_peer`."""
         return LaneConfig(thread_name="pdkv-nixl-io")

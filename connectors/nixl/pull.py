@@ -42,6 +42,8 @@ class NixlPullWorker(NixlWorker, PullWorker):
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
+        on_device = kv_cache.device.type != "cpu"  # whose loads wait for it most of the time
+        self.lanes_per_rank = self._options.threads_per_peer or (4 if on_device else 1)
         self.rank.open(kv_cache, self._table.values if self.config.rank == 0 else None, no_offer, self.wake_if_late)
         self.checksums = Checksums(self.config, kv_cache)
         if self.config.kv_checksum != "off":

@@ -164,8 +164,9 @@ class PullWorker(PeerWorker):
         except PdkvError as error:
             self.refuse(load.key, "receive", error.code)
             return
+        number = next(self._load_numbers)
         tasks = [
-            Task(PullPiece(load, card, part, after), lane=self.lane_of(load.engine, load.epoch, part.peer_rank))
+            Task(PullPiece(load, card, part, after), lane=self.lane_of(load.engine, load.epoch, part.peer_rank, number))
             for part in parts
         ]
         self.submit(load.key, "receive", tasks)

@@ -1,6 +1,7 @@
 """The worker side of transports between two engines: knows the peers, and has a lane for each of their ranks."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import PeerCards
@@ -23,6 +24,8 @@ class PeerWorker(TransferWorker):
     ) -> None:
         super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
         self.config = config
+        self.lanes_per_rank = 1
+        self._load_numbers = count()
         self.peers = peers
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
@@ -30,12 +33,15 @@ class PeerWorker(TransferWorker):
             self.peers.remove(card.engine, card.epoch)
         for card in added:
             self.peers.add(card)
-        self.lanes.retire({self.lane_of(c.engine, c.epoch, rank) for c in removed for rank in range(c.tp)})
+        numbers = range(self.lanes_per_rank)
+        self.lanes.retire(
+            {self.lane_of(c.engine, c.epoch, rank, i) for c in removed for rank in range(c.tp) for i in numbers}
+        )
 
     def shutdown(self) -> None:
         super().shutdown()
         self.peers.clear()
 
-    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Lane:
-        """The lane of a peer's rank: by default one of its own."""
-        return (engine, epoch, peer_rank)
+    def lane_of(self, engine: str, epoch: str, peer_rank: int, number: int = 0) -> Lane:
+        """A lane of a peer's rank: by default it has `lanes_per_rank` of its own, which `number` chooses among."""
+        return (engine, epoch, peer_rank, number % self.lanes_per_rank)

@@ -87,7 +87,7 @@ class SharedMemoryWorker(PullWorker):
             self.checksums.close()
         self._pool = None
 
-    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Lane:
+    def lane_of(self, engine: str, epoch: str, peer_rank: int, number: int = 0) -> Lane:
         return SHARED_LANE
 
     # --- I/O threads ----------------------------------------------------------------------------------------------

@@ -189,7 +189,14 @@ def test_engines_of_unequal_shape_exchange_every_token(
 
 @pytest.mark.parametrize(
     ("mode", "options"),
-    [("pull", {}), ("push", {}), ("push", {"path": "cma"}), *((mode, GATHER_ALL) for mode in MODES)],
+    [
+        ("pull", {}),
+        ("pull", {**BY_UCX, "threads_per_peer": "4"}),
+        ("push", {}),
+        ("push", {"path": "cma"}),
+        *((mode, GATHER_ALL) for mode in MODES),
+        ("pull", {**GATHER_ALL, "threads_per_peer": "4"}),
+    ],
 )
 def test_a_hundred_transfers_at_once(world: World, mode: str, options: dict[str, str]) -> None:
     """F7, F18."""
