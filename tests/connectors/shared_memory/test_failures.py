@@ -40,7 +40,7 @@ def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_queued_load_is_dropped_at_once(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill, decode = make_engine("p"), make_engine("d")
+    prefill, decode = make_engine("p"), make_engine("d", io_threads="1")
     decode.meet(prefill.card)
     gate = Gate(monkeypatch)
     first, second = (
