@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -102,6 +103,19 @@ def test_a_configuration_error_passes_as_one() -> None:
 def test_another_error_is_a_startup_error_with_its_type() -> None:
     with pytest.raises(StartupError, match=r"^decode-1: MemoryError: too much$"):
         read_acks(lambda ack: ack.failed(MemoryError("too much")))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_a_defect"),
+    [(OSError(errno.EMFILE, "Too many open files"), False), (OSError(errno.EIO, "broken"), True), (KeyError(1), True)],
+)
+def test_what_the_system_lacks_is_no_defect(
+    error: Exception, is_a_defect: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whose traceback would tell nobody anything."""
+    with pytest.raises(StartupError):
+        read_acks(lambda ack: ack.failed(error))
+    assert any(record.exc_info for record in caplog.records) == is_a_defect
 
 
 def test_death_before_ready_is_a_startup_error() -> None:

@@ -1,6 +1,7 @@
 """The child's side of its start: progress, ready, or why not."""
 
 import contextlib
+import errno
 import logging
 import os
 
@@ -44,9 +45,10 @@ class Acknowledger:
         self._close()
 
     def failed(self, error: Exception) -> None:
-        """The last ack of a bad start. An error that is nobody's configuration or other rank is logged in full."""
+        """The last ack of a bad start. An error that has no other cause than a defect is logged in full."""
         config = isinstance(error, ConfigError)
-        if not config and not isinstance(error, RankError):
+        has_no_files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+        if not config and not has_no_files and not isinstance(error, RankError):
             logger.error("cannot start", exc_info=error)
         message = str(error) if config else f"{type(error).__name__}: {error}"
         with contextlib.suppress(StartGivenUp):  # another process failed first: the launcher has its reason
