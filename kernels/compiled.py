@@ -1,10 +1,24 @@
 """Finds what the compiler made of this folder's C files, where there was one when the package was built."""
 
+import contextlib
 import ctypes
 import logging
+from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+
+@cache
+def _paths() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("_*.so"))
+
+
+def load_all() -> None:
+    """Load every library now. What a process has loaded, it finds again when it can open no file any more."""
+    for path in _paths():
+        with contextlib.suppress(OSError):  # `load_library` says so
+            ctypes.CDLL(str(path))
 
 
 def load_library(name: str, *, needs: str, keeps_gil: bool = False) -> ctypes.CDLL | None:
@@ -16,7 +30,7 @@ def load_library(name: str, *, needs: str, keeps_gil: bool = False) -> ctypes.CD
         keeps_gil: its functions take microseconds: less than it may take to get the GIL back from another thread.
     """
     kind = ctypes.PyDLL if keeps_gil else ctypes.CDLL
-    for path in sorted(Path(__file__).parent.glob(f"{name}.*.so")):
+    for path in (path for path in _paths() if path.name.startswith(f"{name}.")):
         try:
             library = kind(str(path))
         except OSError as error:  # built for another machine, or without its libraries here

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import psutil
 from deployments import Running
 from faults.sockets import cut, is_of_transfers, is_to_router
@@ -138,10 +139,19 @@ async def _cut(world: World, event: Event) -> bool:
     return cut(process.pid, event.target, is_to_router if event.kind == "cut engine" else is_of_transfers) > 0
 
 
+async def _serves(world: World, target: str) -> bool:
+    """Whether an engine, or that of a rank, is ready as far as the router knows."""
+    try:
+        engines = (await asyncio.to_thread(world.deployment.get, "/topology")).json()["engines"]
+    except httpx.TransportError:
+        return False
+    return any(e["name"] == target.partition(".")[0] and e["state"] == "ready" for e in engines)
+
+
 async def _refuse(world: World, event: Event) -> bool:
     """An engine can open nothing: no connection, no peer's memory, no file; and loses what connections it has."""
     process = world.process(event.target)
-    if process is None:
+    if process is None or not await _serves(world, event.target):  # a start without files is none
         return False
     world.journal.killed.add(process.pid)  # libzmq aborts where it has no descriptor for who connects to ipc://
     before = process.rlimit(psutil.RLIMIT_NOFILE)
