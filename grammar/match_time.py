@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable
 
 SPARE_S = 1.0
-_S_PER_STEP = 0.005
+_S_PER_STEP = 0.02
+"""A few answers whose grammars are as slow as any that is compiled (5 ms a token) may go on for ever."""
+
 _S_PER_TOKEN = 0.00025
 """A mask takes a tenth of it."""
 

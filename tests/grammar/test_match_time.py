@@ -22,9 +22,9 @@ def test_what_tokens_may_take_is_never_too_much() -> None:
     assert not play(time, dict.fromkeys(range(512), 0.0002), 1000)
 
 
-def test_one_slow_answer_has_a_second_and_some_milliseconds_a_step() -> None:
-    assert not play(MatchTime(is_exact=True), {1: 0.005}, 1000)
-    gone = play(MatchTime(is_exact=True), {1: 0.015, 2: 0.0001}, 1000)
+def test_slow_answers_have_a_second_and_some_milliseconds_a_step() -> None:
+    assert not play(MatchTime(is_exact=True), {1: 0.005, 2: 0.005, 3: 0.005, 4: 0.005}, 1000)
+    gone = play(MatchTime(is_exact=True), {1: 0.030, 2: 0.0001}, 1000)
     assert set(gone) == {1}
     assert 90 < gone[1] < 110
 
@@ -34,7 +34,7 @@ def test_answers_that_share_a_grammar_share_the_second() -> None:
 
 
 def test_many_slow_grammars_go_within_a_few_steps_and_fast_ones_stay() -> None:
-    costs = {**dict.fromkeys(range(100), 0.020), **dict.fromkeys(range(100, 120), 0.0002)}
+    costs = {**dict.fromkeys(range(100), 0.050), **dict.fromkeys(range(100, 120), 0.0002)}
     gone = play(MatchTime(is_exact=True), costs, 200)
     assert not set(gone) & set(range(100, 120))
     assert sum(step < 5 for step in gone.values()) >= 90
@@ -54,7 +54,7 @@ def test_a_clock_that_runs_while_the_process_stands_still_only_raises_a_suspicio
 def test_what_a_suspicion_begins_with_is_one_spare_second() -> None:
     time = MatchTime()
     play(time, {1: 10.0})
-    assert play(time, {1: SPARE_S + 0.01}) == {1: 0}
+    assert play(time, {1: SPARE_S + 0.1}) == {1: 0}
 
 
 def test_a_grammar_that_nobody_has_is_not_chosen() -> None:
