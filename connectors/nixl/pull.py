@@ -16,6 +16,7 @@ from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
+from pdkv.connectors.transfer.lanes import DEVICE_THREADS
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVNotFound
@@ -42,8 +43,8 @@ class NixlPullWorker(NixlWorker, PullWorker):
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
-        on_device = kv_cache.device.type != "cpu"  # whose loads wait for it most of the time
-        self.lanes_per_rank = self._options.threads_per_peer or (4 if on_device else 1)
+        on_device = kv_cache.device.type != "cpu"
+        self.lanes_per_rank = self._options.threads_per_peer or (DEVICE_THREADS if on_device else 1)
         self.rank.open(kv_cache, self._table.values if self.config.rank == 0 else None, no_offer, self.wake_if_late)
         self.checksums = Checksums(self.config, kv_cache)
         if self.config.kv_checksum != "off":

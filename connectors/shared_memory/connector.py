@@ -26,6 +26,7 @@ from pdkv.connectors.peer.pull_scheduler import PullMetadata
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
+from pdkv.connectors.transfer.lanes import DEVICE_THREADS
 from pdkv.errors import ConfigError
 from pdkv.wire.messages import ConnectorKind
 
@@ -80,7 +81,7 @@ class SharedMemoryConnector(KVConnector):
             self.config,
             self._arena,
             self.notify,
-            io_threads=self.options.io_threads or (1 if self._device is None else 4),  # a device's wait for it
+            io_threads=self.options.io_threads or (1 if self._device is None else DEVICE_THREADS),
             load_timeout_s=self.options.load_timeout_s,
             peers=self._peers,
         )

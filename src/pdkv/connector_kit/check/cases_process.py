@@ -204,7 +204,9 @@ def _require_no_growth(world: World, what: str, action: Callable[[], None]) -> N
     for _ in range(GROWTH_ATTEMPTS):
         before = [_usage(engine) for engine in world.engines.values()]
         action()
-        found = _lasting(world, before, _more_by_number) or _lasting(world, before, _more_memory)
+        found = _lasting(world, before, _more_descriptors)
+        require(not found, f"{what}: {found}")
+        found = _lasting(world, before, _more_threads) or _lasting(world, before, _more_memory)
         if not found:
             return
         growth.append(found)
@@ -226,15 +228,19 @@ def _usage(engine: Engine) -> list[p.Usage]:
     return [host.ask(engine.name, p.GetUsage(), p.Usage, engine.timeout_s) for host in engine.hosts]
 
 
-def _more_by_number(before: p.Usage, after: p.Usage) -> str:
-    """The descriptors and threads that there are more of, in words."""
-    found = []
-    if len(after.descriptors) > len(before.descriptors):
-        more = Counter(map(_kind, after.descriptors)) - Counter(map(_kind, before.descriptors))
-        found.append(f"descriptors more: {dict(more)}")
-    if len(after.threads) > len(before.threads):
-        found.append(f"threads more: {dict(Counter(after.threads) - Counter(before.threads))}")
-    return ", ".join(found)
+def _more_descriptors(before: p.Usage, after: p.Usage) -> str:
+    """The descriptors that there are more of, in words."""
+    if len(after.descriptors) <= len(before.descriptors):
+        return ""
+    more = Counter(map(_kind, after.descriptors)) - Counter(map(_kind, before.descriptors))
+    return f"descriptors more: {dict(more)}"
+
+
+def _more_threads(before: p.Usage, after: p.Usage) -> str:
+    """The threads that there are more of, in words."""
+    if len(after.threads) <= len(before.threads):
+        return ""
+    return f"threads more: {dict(Counter(after.threads) - Counter(before.threads))}"
 
 
 def _more_memory(before: p.Usage, after: p.Usage) -> str:
