@@ -2,8 +2,8 @@
 
 Every rank has a pipe without a name. A peer opens it through /proc/<pid>/fd/<fd>, which the kernel allows to processes
 of the same user only (as it does all else that peers within a host do to each other): strangers cannot knock at all.
-The pipe holds packets, each written and read at once. One byte says "look what NIXL has brought", nothing else: one too
-many costs a look. A message is one packet, or several in order.
+The pipe holds packets, each written and read at once. One byte says "let NIXL work", nothing else: one too many costs a
+look. A message is one packet, or several in order.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.memory import NUM_WORDS, Arena
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.nixl.agent import LEAVE_S, Memory, NixlAgent, may_land_late
+from pdkv.connectors.nixl.agent import LEAVE_S, NOTHING, Memory, NixlAgent, may_land_late
 from pdkv.connectors.nixl.doorbell import Doorbell
 from pdkv.connectors.nixl.inbox import Inbox
 from pdkv.connectors.nixl.memory import (
@@ -246,7 +246,10 @@ class NixlEndpoint:
         return words
 
     def send(self, blob: RankBlob, message: Wire) -> None:
-        """Send a message, which arrives soon or never: by the doorbell to a peer that is not read by NIXL.
+        """Send a message, which arrives soon or never: by the doorbell within a host, else by NIXL.
+
+        UCX's queue between processes has one tail for all senders: who is killed while it sends leaves the receiver
+        deaf to everybody.
 
         Raises:
             PdkvError: it is gone, takes no messages, or cannot be reached.
@@ -255,12 +258,12 @@ class NixlEndpoint:
         data = encode(message)
         if self.sources.source(blob) is None:
             self._reach(blob)
-            self._agent.send(blob.agent, data)
-            self._ring(blob)
-            return
-        if not self._is_known(blob):
+        elif not self._is_known(blob):
             raise PeerGone(f"agent {blob.agent} is not known")
-        self._doorbell.send(blob.doorbell, data, self._patience(_FULL_S))
+        if blob.host == host_id():
+            self._doorbell.send(blob.doorbell, data, self._patience(_FULL_S))
+        else:
+            self._agent.send(blob.agent, data)
 
     def try_send(self, blob: RankBlob, message: Wire) -> bool:
         """Send where the peer is to be had. For messages that a peer's deadline makes up for."""
@@ -345,11 +348,9 @@ class NixlEndpoint:
                 raise TransferTimeout(f"agent {blob.agent}: a transfer still uses the old connection")
             self._greeting.add(blob.agent)  # no request may overtake the Reset, which would end it
             try:
-                self._agent.connect(blob.agent, blob.metadata)
-                self._agent.send(blob.agent, encode(Reset(self._open_requests(blob.agent))))
+                self._greet(blob)
             finally:
                 self._greeting.discard(blob.agent)
-            self._ring(blob)
         if self.peers.agent(blob.agent) is None:  # removed meanwhile
             self._agent.disconnect(blob.agent)
 
@@ -360,8 +361,15 @@ class NixlEndpoint:
     def _is_known(self, blob: RankBlob) -> bool:
         return not self._stopping and self.peers.agent(blob.agent) == blob
 
-    def _ring(self, blob: RankBlob) -> None:
-        if blob.host == host_id():
+    def _greet(self, blob: RankBlob) -> None:
+        """Connect, and have UCX do so, with which the first read would have to wait."""
+        reset = encode(Reset(self._open_requests(blob.agent)))
+        is_near = blob.host == host_id()
+        if is_near:
+            self._doorbell.send(blob.doorbell, reset, self._patience(_FULL_S))
+        self._agent.connect(blob.agent, blob.metadata)
+        self._agent.send(blob.agent, NOTHING if is_near else reset)
+        if is_near:
             self._doorbell.ring(blob.doorbell)
 
     def _run(self) -> None:

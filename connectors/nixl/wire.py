@@ -1,4 +1,4 @@
-"""What ranks of the `nixl` connector tell each other: their part of the engine's card, and messages (notifications)."""
+"""What ranks of the `nixl` connector tell each other: their part of the engine's card, and messages."""
 
 from typing import Literal
 

@@ -9,6 +9,7 @@ import pytest
 from deployments import Running, launches, write_tokenizer
 from oracle import oracle
 from poisoned_model import POISON, poison
+from serving_checks import settled_books
 
 
 @pytest.fixture
@@ -40,9 +41,6 @@ def test_only_the_prompt_that_overflows_fails(deployment: Running, tiny_model_di
             error = reply.json()["error"]
             assert (error["type"], error["code"]) == ("server_error", "non_finite_logits")
             assert "--check-finite" in error["message"]
-    metrics = deployment.get("/metrics").text
-    counts = [
-        line.split()[-1] for line in metrics.splitlines() if line.startswith("pdkv_engine_non_finite_requests_total")
-    ]
-    assert sum(map(float, counts)) == 3
+    books = settled_books(deployment, lambda books: books.of("non_finite_requests", "prefill") >= 3)
+    assert sum(books.of("non_finite_requests", role) for role in books.roles) == 3
     assert complete(clean[:30]).status_code == 200

@@ -106,7 +106,7 @@ def test_usage_says_what_a_codec_may_have_changed(workload: Workload, urls: Call
     store = over("store", f"url={urls('file')}", f"codec={codec}", PATIENT)
     with deployed(workload, *TOPOLOGIES["1P1D"], *store) as deployment:
         answers = [deployment.complete(prompt, max_tokens=4, temperature=0).json() for _ in range(2)]
-        books = read_books(deployment)
+        books = settled_books(deployment, lambda now: now.total("decode") >= 2 * len(prompt))
     details = [answer["usage"]["prompt_tokens_details"] for answer in answers]
     assert [d.get("lossy_tokens") for d in details] == ([len(prompt)] * 2 if codec == "int8" else [None] * 2)
     assert [d["cached_tokens"] > 0 for d in details] == [False, True]
