@@ -48,7 +48,7 @@ CLOSE_S = 5.0
 """At the end, for all of them together: what has not let go then keeps the agent's memory and descriptors."""
 
 _SPINS = 50
-_WAIT_S = (0.0001, 0.001)
+_WAIT_S = (0.00005, 0.0002)
 """NIXL has no event for "this transfer has ended": after some looks in a row, the first and longest pause between."""
 
 TRANSPORTS = "shm,self,cuda"
@@ -362,7 +362,7 @@ class NixlAgent:
         Returns:
             False: transfers have not left it within `timeout_s` (None: they end by their own deadlines).
         """
-        connection.broken = True  # who waits for a transfer looks at it every millisecond
+        connection.broken = True  # who waits for a transfer looks at it again and again
         if not self._idle.wait_for(lambda: not connection.num_active, timeout_s):
             return False
         if self._peers.get(peer) is connection:

@@ -72,7 +72,7 @@ class DigestCheck:
         more = np.flatnonzero(rows.counts != tokens.counts)
         if more.size:  # a cell's digest is that of all its tokens
             tokens, landed = tokens._replace(counts=rows.counts), landed.copy()
-            landed[more] = make(Tokens(*(column[more] for column in tokens)))
+            landed[more] = make(tokens.at(more))
         load, heads = self._piece.load, self._piece.heads
         theirs = rows.digests[:, heads.peer_first : heads.peer_first + heads.num_heads]
         wrong = np.flatnonzero((landed != theirs).any(axis=1))

@@ -18,7 +18,7 @@ from pdkv.connectors.peer.checksums import is_checked
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.digest import PoolDigests, Tokens, cut_tokens, unit_tokens
 from pdkv.connectors.transfer.digest_table import DigestTable
-from pdkv.connectors.transfer.planning import IdBytes, as_ids
+from pdkv.connectors.transfer.planning import IdBytes, Ids, as_ids
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S
 from pdkv.errors import TransferTimeout
 from pdkv.wire.messages import ChecksumMode
@@ -94,20 +94,36 @@ class SourceDigests:
         """Make them now."""
         try:
             after.wait(STEP_TIMEOUT_S)
-            for order in orders:
-                self._make(order)
+            if self._pool.on_device:  # which is asked, and waited for, once
+                self._make(orders)
+            else:
+                for order in orders:
+                    self._make([order])
         except TransferTimeout as error:  # who reads it finds no digest, and says so
             logger.warning("KV without digests: %s", error)
         except Exception:
             logger.exception("KV without digests")
 
-    def _make(self, order: DigestOrder) -> None:
+    def _make(self, orders: Sequence[DigestOrder]) -> None:
+        tokens, generations = _newest(*zip(*map(self._tokens_of, orders), strict=True))
+        new = self.table.counts(tokens.units, generations) < tokens.counts
+        if new.any():
+            tokens, generations = tokens.at(new), generations[new]
+            digests = self._pool.digests(tokens, self._pool.whole)
+            self.table.write(tokens.units, generations, tokens.counts, digests)
+
+    def _tokens_of(self, order: DigestOrder) -> tuple[Tokens, Ids]:
+        """What an order names, and the generation of each unit."""
         size = self._pool.layout.block_size
         tokens = cut_tokens(order.block_ids, size, order.start, order.stop, first=0)
         index = np.arange(order.start // self._pool.unit_tokens, -(-order.stop // self._pool.unit_tokens))
-        generations = as_ids(order.generations)[index * self._pool.unit_tokens // size]
-        new = self.table.counts(tokens.units, generations) < tokens.counts
-        if new.any():
-            tokens, generations = Tokens(*(column[new] for column in tokens)), generations[new]
-            digests = self._pool.digests(tokens, self._pool.whole)
-            self.table.write(tokens.units, generations, tokens.counts, digests)
+        return tokens, as_ids(order.generations)[index * self._pool.unit_tokens // size]
+
+
+def _newest(tokens: Sequence[Tokens], generations: Sequence[Ids]) -> tuple[Tokens, Ids]:
+    """Those of several orders as one, each unit once: in its last generation, with the most tokens."""
+    joined, of_each = Tokens(*map(np.concatenate, zip(*tokens, strict=True))), np.concatenate(generations)
+    order = np.lexsort((joined.counts, of_each, joined.units))
+    units = joined.units[order]
+    last = order[np.append(units[1:] != units[:-1], np.ones(min(units.size, 1), dtype=np.bool_))]
+    return joined.at(last), of_each[last]

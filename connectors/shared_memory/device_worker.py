@@ -1,12 +1,13 @@
 """The worker side of `shared_memory` where KV is on devices: copies from pool to pool, verified as in host memory.
 
 The order, over two processes. The source's host sees a step end, and only then publishes what it computed. A reader
-that knows of it copies on a stream of its own, waits for the copy, sees that the source still has its memory, and reads
-the generations again.
+that knows of it copies on a stream of its own, digests there what lands, waits for both, sees that the source still has
+its memory, and reads the generations again.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.pull_worker import Landed, PullPiece
 from pdkv.connectors.shared_memory.worker import Scratch, SharedMemoryWorker
-from pdkv.connectors.transfer.digest import Tokens
+from pdkv.connectors.transfer.digest import QueuedDigests, Tokens
 from pdkv.connectors.transfer.lanes import Lane
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.units import UnitPart, await_copy
@@ -78,23 +79,37 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         return False
 
     def read(self, job: Job, piece: PullPiece, scratch: Scratch) -> int:
+        return self._read(job, piece, scratch).num_bytes
+
+    def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
+        """The digests are made of what has landed, right behind the copy: one wait for both."""
+        make = partial(self.checksums.pool.queue, tokens, piece.own_part(self.config.layout))
+        return self._read(job, piece, scratch, make)
+
+    def _read(
+        self, job: Job, piece: PullPiece, scratch: Scratch, make: Callable[[], QueuedDigests] | None = None
+    ) -> Landed:
+        """`make`: behind the last copy, on its stream."""
         assert isinstance(scratch, _Copies)
         peer, pool = self._arenas.pool(*piece.peer_rank, self._device)
         self.check_generations(job, piece, scratch)
-        pieces = piece.pieces(self.config.layout)
-        for part in pieces.cut(COPY_BYTES):
+        pieces, queued = piece.pieces(self.config.layout), None
+        parts = list(pieces.cut(COPY_BYTES))
+        for part in parts:
             job.check()
-            self._copy(part, pool, scratch)
+            queued = self._copy(part, pool, scratch, make if part is parts[-1] else None)
         fence()  # the generations are read after the data
         peer.check_owner()
-        return pieces.num_bytes
+        return Landed(pieces.num_bytes, None if queued is None else queued.read())
 
-    def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
-        """The digests are made of what has landed."""
-        return Landed(self.read(job, piece, scratch))
-
-    def _copy(self, part: Pieces, source: "torch.Tensor", copies: _Copies) -> None:
-        """Copy, and return when it is there: the blocks may be another one's then.
+    def _copy(
+        self,
+        part: Pieces,
+        source: "torch.Tensor",
+        copies: _Copies,
+        make: Callable[[], QueuedDigests] | None = None,
+    ) -> QueuedDigests | None:
+        """Copy, and return when it is there, with what `make` makes of it: the blocks may be another one's then.
 
         Raises:
             TransferError: some of it is not within its pool.
@@ -102,8 +117,10 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         assert self._data is not None, "the connector is shut down"
         with copies.stream.on():
             self._device.copy(self._data, source, part)
+            queued = None if make is None else make()
             copies.done.record()
         await_copy(copies.done)
+        return queued
 
     def _compile(self) -> None:
         """Have both forms of the copy compiled now, by copies of a block onto itself: no load waits for that."""

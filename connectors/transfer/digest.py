@@ -40,6 +40,10 @@ class Tokens(NamedTuple):
     skipped: Ids  # tokens of each unit that come before those
     counts: Ids  # tokens of each unit that are meant
 
+    def at(self, index: Any) -> "Tokens":
+        """Some of the units: `index` as of an array."""
+        return Tokens(*(column[index] for column in self))
+
 
 def unit_tokens(block_size: int) -> int:
     """Tokens of what one digest is of: a hash block, unless blocks are smaller."""
@@ -95,6 +99,11 @@ class PoolDigests:
         available()  # the library is loaded here, not in the middle of a step
 
     @property
+    def on_device(self) -> bool:
+        """Whether a device makes them, behind its host."""
+        return self.flat is None
+
+    @property
     def whole(self) -> UnitPart:
         """All heads and layers of this rank."""
         return UnitPart(0, self.layout.num_kv_heads, 0, self.layout.num_layers)
@@ -105,9 +114,9 @@ class PoolDigests:
 
     def digests(self, tokens: Tokens, part: UnitPart) -> Digests:
         """By unit and head of the part, (n, heads), summed over the part's layers. What wrote them has been awaited."""
-        offsets, sizes = self._offsets(tokens, part), tokens.counts * self._token_bytes
         if self.flat is None:
-            return self._device_digests(offsets, sizes, part)
+            return self._device_digests(tokens, part)
+        offsets, sizes = self._offsets(tokens, part), tokens.counts * self._token_bytes
         result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
         add_digests(result, _seeds(self.first_head, part), self.flat, offsets, self._rows(part), sizes=sizes)
         return result
@@ -151,7 +160,7 @@ class PoolDigests:
             cut = slice(first, first + some.target.size)
             first = cut.stop
             with guard():
-                digests.append(self.copy_pieces(Tokens(*(column[cut] for column in tokens)), part, source, some))
+                digests.append(self.copy_pieces(tokens.at(cut), part, source, some))
         return np.concatenate(digests)
 
     def copy_pieces(self, tokens: Tokens, part: UnitPart, source: Bytes, pieces: Pieces) -> Digests:
@@ -178,7 +187,10 @@ class PoolDigests:
         side_bytes, row_bytes = self.layout.num_kv_heads * head_bytes, self.unit_tokens * self._token_bytes
         return Rows(2 * part.num_layers, side_bytes, side_bytes, part.num_heads, head_bytes, head_bytes, row_bytes)
 
-    def _device_digests(self, offsets: Ids, sizes: Ids, part: UnitPart) -> Digests:
+    def queue(self, tokens: Tokens, part: UnitPart) -> "QueuedDigests":
+        """As `digests`, of a pool on a device and behind what its current stream has been given: it may be what writes
+        them. Waits for nothing.
+        """
         import torch
 
         from pdkv.kernels.digest_triton import digests_triton
@@ -186,18 +198,33 @@ class PoolDigests:
 
         words, rows, seeds = self._words, self._rows(part), _seeds(self.first_head, part).view(np.int64)
         assert words is not None
+        offsets, sizes = self._offsets(tokens, part), tokens.counts * self._token_bytes
+        begins, counts, keys = (
+            to_tensor(array, words.device) for array in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
+        )
+        strides = (rows.source_outer_stride // WORD_BYTES, rows.source_inner_stride // WORD_BYTES)
+        digests = digests_triton(words, begins, counts, keys, strides, rows.row_bytes // WORD_BYTES)
+        result = self._streams.make_pinned(digests.nbytes).view(torch.int64).view(digests.shape)
+        result.copy_(digests, non_blocking=True)
+        return QueuedDigests(result)
+
+    def _device_digests(self, tokens: Tokens, part: UnitPart) -> Digests:
         done = self._streams.make_event()
         with self._stream.on():
-            begins, counts, keys = (
-                to_tensor(array, words.device) for array in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
-            )
-            strides = (rows.source_outer_stride // WORD_BYTES, rows.source_inner_stride // WORD_BYTES)
-            digests = digests_triton(words, begins, counts, keys, strides, rows.row_bytes // WORD_BYTES)
-            result = self._streams.make_pinned(digests.nbytes).view(torch.int64).view(digests.shape)
-            result.copy_(digests, non_blocking=True)
+            queued = self.queue(tokens, part)
             done.record()
         done.synchronize(COPY_TIMEOUT_S)
-        return result.numpy().view(np.uint64)
+        return queued.read()
+
+
+class QueuedDigests(NamedTuple):
+    """What a device has been told to make."""
+
+    result: "torch.Tensor"  # (n, heads) int64, in host memory
+
+    def read(self) -> Digests:
+        """When what its stream was given has been awaited."""
+        return self.result.numpy().view(np.uint64)
 
 
 @lru_cache(maxsize=1024)

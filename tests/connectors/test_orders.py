@@ -21,10 +21,10 @@ from store_rig import engines, random_kv, scattered
 from store_rig import view as store_view
 
 from pdkv.connectors.peer.source_digests import DigestOrder, SourceDigests
-from pdkv.connectors.step_done import StepDone, make_step_done
+from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
 from pdkv.connectors.store.pieces import Slot
 from pdkv.connectors.store.values import SealedValues
-from pdkv.connectors.transfer.digest import PoolDigests
+from pdkv.connectors.transfer.digest import PoolDigests, Tokens
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.kernels import streams
 from pdkv.kernels.digest import Digests
@@ -202,6 +202,21 @@ def test_digests_are_of_what_the_step_has_computed() -> None:
         expected = digests_of(use_recorded(patch))
     assert len(np.unique(expected)) == expected.size
     check_every_call(lambda recorded: np.array_equal(digests_of(recorded), expected))
+
+
+def test_a_device_is_asked_once_for_the_digests_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, recorded = make_layout(), use_recorded(monkeypatch)
+    pool = PoolDigests(torch.randn(5, layout.num_layers, 2, layout.num_kv_heads, 16, layout.head_size), layout)
+    heads, units, generations = layout.num_kv_heads, np.array([3, 1, 2]), np.array([1, 1, 7])
+    source = SourceDigests(pool, DigestTable(memoryview(bytearray(table_bytes(5, heads))), 5, heads))
+    named = [([3, 1], [1, 1], 32), ([2], [6], 16), ([2], [7], 16), ([2], [7], 5)]  # one unit as it was, and with fewer
+    orders = [DigestOrder(blocks, np.array(of, dtype=np.int64).tobytes(), 0, stop) for blocks, of, stop in named]
+    source.make(orders, ON_HOST)
+    source.close()
+    assert [call.function for call in recorded.calls if call.kind == "synchronize"] == ["PoolDigests._device_digests"]
+    rows, whole = source.table.read(units, generations), np.full(3, 16)
+    assert rows.counts.tolist() == whole.tolist()
+    assert np.array_equal(rows.digests, pool.digests(Tokens(units, np.zeros_like(units), whole), pool.whole))
 
 
 # --- what is loaded is there ----------------------------------------------------------------------------------------

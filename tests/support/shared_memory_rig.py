@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import ConnectorConfig, RequestView, SchedulerView, TransferOutcome
+from pdkv.connectors.base import ConfirmedRange, ConnectorConfig, RequestView, SchedulerView, TransferOutcome
 from pdkv.connectors.shared_memory import worker as shared_memory_worker
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.step_done import StepDone
 from pdkv.kernels import pool_copy
-from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 
@@ -37,6 +37,7 @@ class Engine:
         epoch: str = "1",
         layout: KVLayout | None = None,
         device: str = "cpu",
+        kv_checksum: ChecksumMode = "off",
         **options: str,
     ) -> None:
         self.layout = layout or make_layout()
@@ -45,6 +46,7 @@ class Engine:
         self.earlier_steps: StepDone | None = None
         config = ConnectorConfig(
             engine=name, epoch=epoch, layout=self.layout, num_blocks=48, options=options, model="m", device=device,
+            kv_checksum=kv_checksum,
         )  # fmt: skip
         self.connector = SharedMemoryConnector(config, self._woken.release)
         self.table = self.connector.make_block_table()
@@ -57,6 +59,7 @@ class Engine:
             engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="shared_memory", kind="pull",
             content_addressed=True, orders=[], model="m", layout=self.layout, hash_block_size=HASH_BLOCK_SIZE,
             num_blocks=48, max_model_len=1024, max_num_seqs=8, rank_blobs=[self.worker.handshake()],
+            kv_checksum=kv_checksum,
         )  # fmt: skip
         self._peers: list[EngineCard] = []
 
@@ -70,6 +73,8 @@ class Engine:
         request = view("h", kv="handoff", num_tokens=num_tokens + 1, num_wanted=num_tokens)
         finished = self.scheduler.request_finished(request, [block_ids])
         assert finished.hold_blocks
+        if self.card.kv_checksum != "off":
+            self.step([ConfirmedRange(request, 0, num_tokens, [block_ids], True)])
         values: dict[str, Any] = {
             "request_id": "h", "attempt": 1, "transfer_id": "h", "engine": self.card.engine,
             "epoch": self.card.epoch, "num_tokens": num_tokens, "payload": finished.payload,
@@ -84,9 +89,9 @@ class Engine:
         self.step()
         return num_tokens
 
-    def step(self) -> None:
+    def step(self, confirmed: Sequence[ConfirmedRange] = ()) -> None:
         self.step_id += 1
-        meta = self.scheduler.build_connector_meta(SchedulerView(self.step_id, [], [], [], [], [], []))
+        meta = self.scheduler.build_connector_meta(SchedulerView(self.step_id, [], confirmed, [], [], [], []))
         meta.earlier_steps = self.earlier_steps
         self.worker.start_load_kv(meta)
 

@@ -1,19 +1,21 @@
 """Pools on devices: in which order two engines do things, and what becomes of a source that goes or does not fit."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 import torch
 from digests_in_torch import use_digests_in_torch
-from recorded_streams import RecordedStreams, check_every_call
+from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from shared_memory_rig import Engine, Engines, Gate, closing_engines, view
 from twin_pools import use_twin_pools
 
 from pdkv.connectors.arena.memory import ArenaAddress
 from pdkv.connectors.base import NO_MATCH, RequestView
 from pdkv.connectors.step_done import make_step_done
+from pdkv.wire.messages import ChecksumMode
 
 torch.set_num_threads(1)
 
@@ -37,12 +39,13 @@ def hand_off(source: Engine) -> RequestView:
     return view("t", kv="await_peer", num_tokens=41, handoff=source.hand_off(SOURCE, 40))
 
 
-def loads_behind_a_late_step(recorded: RecordedStreams) -> bool:
+def loads_behind_a_late_step(recorded: RecordedStreams, kv_checksum: ChecksumMode) -> bool:
     """Into blocks that a step of the reader still writes for whoever had them before."""
     with pytest.MonkeyPatch.context() as monkeypatch, closing_engines("cuda") as make:
         use_twin_pools(monkeypatch)
-        prefill, decode = make("p"), make("d")
+        prefill, decode = (make(name, kv_checksum=kv_checksum) for name in "pd")
         decode.meet(prefill.card)
+        recorded.calls.clear()  # what was compiled
         kv = torch.randn(3, *prefill.kv.shape[1:])
         prefill.kv[SOURCE] = kv
         request = hand_off(prefill)
@@ -57,8 +60,16 @@ def loads_behind_a_late_step(recorded: RecordedStreams) -> bool:
         return not outcome.code and torch.equal(arrived, kv) and torch.equal(decode.kv[OWN], kv)
 
 
-def test_a_load_comes_behind_the_readers_step_and_ends_when_it_is_there() -> None:
-    check_every_call(loads_behind_a_late_step)
+@pytest.mark.parametrize("kv_checksum", ["off", "on"])
+def test_a_load_comes_behind_the_readers_step_and_ends_when_it_is_there(kv_checksum: ChecksumMode) -> None:
+    check_every_call(lambda recorded: loads_behind_a_late_step(recorded, kv_checksum))
+
+
+def test_what_lands_is_digested_behind_its_copy_in_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = use_recorded(monkeypatch)
+    assert loads_behind_a_late_step(recorded, "on")
+    waits = Counter(call.function for call in recorded.calls if call.kind == "synchronize")
+    assert waits == {"StreamStepDone.wait": 1, "await_copy": 1, "PoolDigests._device_digests": 1}  # at the source
 
 
 def test_a_source_that_ends_while_it_is_copied_from_has_given_nothing(
