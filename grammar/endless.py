@@ -1,6 +1,6 @@
 """Schemas of which no answer ever ends: each object in them has to hold another one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdkv.errors import InvalidRequest
@@ -16,7 +16,8 @@ def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, A
     """
     users: dict[str, list[str]] = {}  # of a definition: those that refer to it
     for name, schema in definitions.items():
-        for used in _references(schema):
+        time.check()
+        for used in dict.fromkeys(_references(schema)):
             users.setdefault(used, []).append(name)
     ending: set[str] = set()
     pending = list(definitions)
@@ -32,14 +33,14 @@ def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, A
         )
 
 
-def _references(value: object) -> set[str]:
+def _references(schema: Mapping[str, Any]) -> Iterator[str]:
     """The definitions that a schema, or a part of one, refers to."""
-    if isinstance(value, list):
-        return set().union(*map(_references, value))
-    if not isinstance(value, Mapping):
-        return set()
-    found = set().union(*map(_references, value.values()))
-    return found | {_name(value["$ref"])} if isinstance(value.get("$ref"), str) else found
+    if "$ref" in schema:
+        yield _name(schema["$ref"])
+    parts = (*schema.get("anyOf", ()), *schema.get("properties", {}).values(), *schema.get("prefixItems", ()))
+    for part in (*parts, schema.get("items")):
+        if isinstance(part, Mapping):
+            yield from _references(part)
 
 
 def _name(reference: str) -> str:

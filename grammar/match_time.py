@@ -19,8 +19,8 @@ class MatchTime:
     quarter of a millisecond per token, which they may take in any case.
 
     A grammar's work may grow with the answer, as that of `root ::= root root | "a"` does. When nothing is left, the
-    grammars that have taken most go, each with all its answers. So the others lose no more than the spare second and
-    what steps add, no matter how many answers share a grammar, and how many grammars there are.
+    grammars that owe most of what is missing go, each with all its answers. So the others lose no more than the spare
+    second and what steps add, no matter how many answers share a grammar, and how many grammars there are.
 
     Time is taken by `time.perf_counter`, because the system call of `time.thread_time` may take longer than a mask. If
     much is gone by that clock, that is only a suspicion: the process may have stood still. From then on `thread_time`
@@ -33,7 +33,9 @@ class MatchTime:
         self.clock: Callable[[], float] = time.thread_time if is_exact else time.perf_counter
         self._step_s = 0.0
         self._left_s = SPARE_S
-        self._taken_s: dict[int, float] = {}  # by grammar, since there is a suspicion
+        # By grammar, since there is a suspicion: what it took in this step, and its part of what is missing.
+        self._taken_s: dict[int, float] = {}
+        self._owed_s: dict[int, float] = {}
         self._num_calm = 0  # steps since something was taken of the spare second
 
     @property
@@ -47,16 +49,18 @@ class MatchTime:
         seconds -= _S_PER_TOKEN * num_tokens
         self._step_s += seconds
         if grammar is not None and self.is_exact:
-            self._taken_s[grammar] = max(self._taken_s.get(grammar, 0.0) + seconds, 0.0)
+            self._taken_s[grammar] = self._taken_s.get(grammar, 0.0) + seconds
 
     def end_step(self) -> list[tuple[int, float]]:
-        """The grammars that have to go, and what each of them took beyond what its tokens may, in seconds."""
-        self._left_s = min(self._left_s + _S_PER_STEP - max(self._step_s, 0.0), SPARE_S)
+        """The grammars that have to go, and what each of them owes, in seconds."""
+        before_s, taken_s = self._left_s, max(self._step_s, 0.0)
+        self._left_s = min(before_s + _S_PER_STEP - taken_s, SPARE_S)
         self._step_s = 0.0
         if not self.is_exact:
             if self._left_s < SPARE_S - _SUSPICIOUS_S:
                 self._begin_again(time.thread_time)
             return []
+        self._share(before_s - self._left_s)
         self._num_calm = self._num_calm + 1 if self._left_s == SPARE_S else 0
         if self._num_calm == _CALM_STEPS:
             self._begin_again(time.perf_counter)
@@ -65,16 +69,31 @@ class MatchTime:
     def forget(self, grammar: int) -> None:
         """No answer has it any more."""
         self._taken_s.pop(grammar, None)
+        self._owed_s.pop(grammar, None)
+
+    def _share(self, lost_s: float) -> None:
+        """Who took most in this step owes most of what it lost; what it gained is taken off what everybody owes."""
+        if lost_s < 0:
+            missing_s = SPARE_S - self._left_s
+            rest = missing_s / (missing_s - lost_s)
+            self._owed_s = {grammar: owed_s * rest for grammar, owed_s in self._owed_s.items()}
+        elif lost_s > 0:
+            taken_s = {grammar: seconds for grammar, seconds in self._taken_s.items() if seconds > 0}
+            all_s = sum(taken_s.values())
+            for grammar, seconds in taken_s.items():
+                self._owed_s[grammar] = self._owed_s.get(grammar, 0.0) + lost_s * seconds / all_s
+        self._taken_s.clear()
 
     def _choose(self) -> list[tuple[int, float]]:
         chosen = list[tuple[int, float]]()
-        while self._left_s < 0 and self._taken_s:
-            grammar = max(self._taken_s, key=self._taken_s.__getitem__)
-            chosen.append((grammar, self._taken_s.pop(grammar)))
+        while self._left_s < 0 and self._owed_s:
+            grammar = max(self._owed_s, key=self._owed_s.__getitem__)
+            chosen.append((grammar, self._owed_s.pop(grammar)))
             self._left_s += chosen[-1][1]
-        self._left_s = max(self._left_s, 0.0)
+        self._left_s = min(max(self._left_s, 0.0), SPARE_S)
         return chosen
 
     def _begin_again(self, clock: Callable[[], float]) -> None:
         self.clock, self._left_s, self._num_calm = clock, SPARE_S, 0
         self._taken_s.clear()
+        self._owed_s.clear()

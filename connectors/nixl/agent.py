@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 256 * 1024
 """An offer of 131k tokens in scattered blocks has 64 KiB of them."""
 
 NOTHING = b""
-"""A message that only makes UCX connect: nobody receives it."""
+"""A message that only makes UCX connect: it is dropped on arrival."""
 
 MAX_AGENT_NAME = 256
 
@@ -109,7 +109,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Message(NamedTuple):
-    """A notification: who sent it (by its own word: a hint, no proof) and what it says."""
+    """Who sent it (by its own word: a hint, no proof) and what it says."""
 
     peer: str
     data: bytes

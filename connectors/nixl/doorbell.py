@@ -34,11 +34,14 @@ _PACKET_BYTES = 4096  # PIPE_BUF: what is written at once
 _HEADER = struct.Struct("<QIHH")  # a writer's own number, the message's, the packet's place in it, and how many it has
 _NAME = struct.Struct("<H")  # begins the first packet's content: the length of the sender's name, which follows
 _MAX_PACKETS = -(-(MAX_MESSAGE_BYTES + MAX_AGENT_NAME + _NAME.size) // (_PACKET_BYTES - _HEADER.size))
-_PIPE_BYTES = 1 << 20
-"""Wanted: 256 packets. Where the user has too much in pipes already there is room for 16."""
+_PIPE_BYTES = 256 << 10
+"""Wanted: 64 packets. A user may have 64 MiB in pipes (fs.pipe-user-pages-soft); beyond that a pipe has 2 packets."""
 
 _READS = 256
 """Packets that are read before the thread looks at something else, however fast somebody writes on."""
+
+_WRITE_S = 0.01
+"""A write that waits for nothing takes microseconds: who comes behind it looks again after so long, if nobody says."""
 
 _RING = b"\0"
 
@@ -65,6 +68,9 @@ class Doorbell:
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the own end for writing keeps it open
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        size = fcntl.fcntl(self._read_fd, fcntl.F_GETPIPE_SZ)
+        if size < _PIPE_BYTES:
+            logger.warning("a pipe of %d bytes instead of %d: see fs.pipe-user-pages-soft", size, _PIPE_BYTES)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         pid = os.getpid()
         start_time = process_start_time(pid)
@@ -190,33 +196,71 @@ class _Pipe:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._lock = threading.Lock()  # guards what follows, and held for a message
+        self._changed = threading.Condition()  # guards what follows
+        self._has_writer = False
+        self._is_full = False  # its writer waits for room
         self._closed = False
 
     def write(self, packets: list[bytes], timeout_s: float) -> bool:
         """Write all; False: it was full for so long, or is closed. Raises OSError where nobody reads any more."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            for packet in packets:
-                while not self._closed:
-                    try:
-                        os.write(self._fd, packet)
-                        break
-                    except BlockingIOError:
-                        left = deadline - time.monotonic()
-                        if left <= 0:
-                            return False
-                        poll = select.poll()
-                        poll.register(self._fd, select.POLLOUT)
-                        poll.poll(left * 1000)
-            return not self._closed
+        if not self._begin(deadline):
+            return False
+        try:
+            return all(self._write_packet(packet, deadline) for packet in packets)
+        finally:
+            self._end()
 
     def close(self) -> None:
-        """Idempotent."""
-        with self._lock:
+        """Idempotent. Who writes is not waited for."""
+        with self._changed:
             if not self._closed:
                 self._closed = True
+                if not self._has_writer:
+                    os.close(self._fd)
+            self._changed.notify_all()
+
+    def _begin(self, deadline: float) -> bool:
+        """Become its writer, once the one before has ended; who waits for room is waited for until the deadline."""
+        with self._changed:
+            while self._has_writer and not self._closed:
+                left_s = deadline - time.monotonic()
+                if self._is_full and left_s <= 0:
+                    return False
+                self._changed.wait(left_s if self._is_full else _WRITE_S)
+            if self._closed:
+                return False
+            self._has_writer = True
+            return True
+
+    def _end(self) -> None:
+        with self._changed:
+            self._has_writer = False
+            if self._closed:
                 os.close(self._fd)
+            self._changed.notify()
+
+    def _write_packet(self, packet: bytes, deadline: float) -> bool:
+        while not self._closed:
+            try:
+                os.write(self._fd, packet)
+                return True
+            except BlockingIOError:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._wait_for_room(left_s)
+        return False
+
+    def _wait_for_room(self, timeout_s: float) -> None:
+        with self._changed:
+            self._is_full = True
+            self._changed.notify_all()  # who cannot wait goes
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        poll.poll(timeout_s * 1000)
+        with self._changed:
+            self._is_full = False
 
 
 class _Part(NamedTuple):

@@ -29,7 +29,8 @@ from pdkv.connectors.nixl.memory import (
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.paths import PeerPaths
 from pdkv.connectors.nixl.peers import NixlPeers, agent_name
-from pdkv.connectors.nixl.wire import BLOB_VERSION, Path, RankBlob, Reset, Wire, encode, encode_blob
+from pdkv.connectors.nixl.resets import Resets
+from pdkv.connectors.nixl.wire import BLOB_VERSION, Gather, Path, RankBlob, Wire, encode, encode_blob
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferTimeout
@@ -119,9 +120,9 @@ class NixlEndpoint:
         self._digests: Memory | None = None
         self._inbox = Inbox(peers)
         self._workers: list[Callable[[], bool]] = []
-        self._ticks: list[Callable[[], None]] = []
+        self._ticks: list[Callable[[], None]] = [self._pay_resets]
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._open_requests: Callable[[str], list[int]] = _none_open
+        self._resets = Resets(self._doorbell.send, _none_open)
         self._connecting = threading.Lock()
         self._greeting: set[str] = set()  # agents that may be connected, but have not heard of our open requests
         self._stopping = False
@@ -172,7 +173,7 @@ class NixlEndpoint:
 
     def report_open_requests(self, report: Callable[[str], list[int]]) -> None:
         """Who knows which requests to an agent are open."""
-        self._open_requests = report
+        self._resets = Resets(self._doorbell.send, report)
 
     def start(self) -> None:
         """Begin to receive."""
@@ -248,22 +249,28 @@ class NixlEndpoint:
     def send(self, blob: RankBlob, message: Wire) -> None:
         """Send a message, which arrives soon or never: by the doorbell within a host, else by NIXL.
 
-        UCX's queue between processes has one tail for all senders: who is killed while it sends leaves the receiver
-        deaf to everybody.
+        UCX's queue between processes has one tail for all senders: a process that is killed while it sends leaves the
+        receiver deaf to all of them.
 
         Raises:
             PdkvError: it is gone, takes no messages, or cannot be reached.
             ValueError: the message is too long.
         """
         data = encode(message)
-        if self.sources.source(blob) is None:
+        if blob.host != host_id():
             self._reach(blob)
-        elif not self._is_known(blob):
-            raise PeerGone(f"agent {blob.agent} is not known")
-        if blob.host == host_id():
-            self._doorbell.send(blob.doorbell, data, self._patience(_FULL_S))
-        else:
             self._agent.send(blob.agent, data)
+            return
+        if not self._is_known(blob):
+            raise PeerGone(f"agent {blob.agent} is not known")
+        patience_s = self._patience(_FULL_S)
+        if isinstance(message, Gather):
+            self._resets.pay(blob, patience_s)
+        try:
+            self._doorbell.send(blob.doorbell, data, patience_s)
+        except PdkvError:
+            self._resets.owe(blob)
+            raise
 
     def try_send(self, blob: RankBlob, message: Wire) -> bool:
         """Send where the peer is to be had. For messages that a peer's deadline makes up for."""
@@ -308,6 +315,7 @@ class NixlEndpoint:
         def disconnect() -> None:
             for blob in blobs:
                 self._doorbell.forget(blob.doorbell)
+                self._resets.forget(blob)
                 self._agent.disconnect(blob.agent, 0.0)
             self.sources.forget(blobs)
 
@@ -328,7 +336,7 @@ class NixlEndpoint:
         self._doorbell.close()
         for users in (self._inbox, self._workers, self._ticks):  # they know the endpoint, and it them
             users.clear()
-        self._open_requests = _none_open
+        self._resets = Resets(self._doorbell.send, _none_open)
         self.permits.close()
         del self.slots, self.buffers
         self._arena = None
@@ -362,15 +370,19 @@ class NixlEndpoint:
         return not self._stopping and self.peers.agent(blob.agent) == blob
 
     def _greet(self, blob: RankBlob) -> None:
-        """Connect, and have UCX do so, with which the first read would have to wait."""
-        reset = encode(Reset(self._open_requests(blob.agent)))
-        is_near = blob.host == host_id()
-        if is_near:
-            self._doorbell.send(blob.doorbell, reset, self._patience(_FULL_S))
+        """Connect, and have UCX do so, which the first read would have to wait for."""
         self._agent.connect(blob.agent, blob.metadata)
-        self._agent.send(blob.agent, NOTHING if is_near else reset)
-        if is_near:
+        if blob.host == host_id():
+            self._agent.send(blob.agent, NOTHING)
             self._doorbell.ring(blob.doorbell)
+        else:
+            self._agent.send(blob.agent, self._resets.message(blob.agent))
+
+    def _pay_resets(self) -> None:
+        for agent in self._resets.owed():
+            if (blob := self.peers.agent(agent)) is not None:
+                with contextlib.suppress(PdkvError):
+                    self._resets.pay(blob, 0.0)
 
     def _run(self) -> None:
         """The message thread."""
@@ -395,13 +407,11 @@ class NixlEndpoint:
                 hot_until = time.monotonic() + _HOT_S
                 continue
             hot = time.monotonic() < hot_until
-            look = self._doorbell.wait(_HOT_PAUSE_S if hot else _IDLE_PAUSE_S)
-            self._inbox.take(self._doorbell.take())
-            if look:
+            if self._doorbell.wait(_HOT_PAUSE_S if hot else _IDLE_PAUSE_S):
                 hot_until = time.monotonic() + _HOT_S
 
     def _receive(self) -> bool:
-        messages = self._agent.receive()
+        messages = [*self._agent.receive(), *self._doorbell.take()]
         self._inbox.take(messages)
         return bool(messages)
 

@@ -67,3 +67,6 @@ class Inbox:
         except (PdkvError, ValueError) as error:
             self.num_bad_messages += 1
             logger.debug("%s of %s: %s", type(message).__name__, blob.agent, error)
+        except Exception:  # whatever it was, the next message is served
+            self.num_bad_messages += 1
+            logger.exception("%s of %s", type(message).__name__, blob.agent)

@@ -12,6 +12,7 @@ from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
+from pdkv.errors import TransferTimeout
 from pdkv.kernels.digest import Digests
 from pdkv.wire.messages import KVLayout
 
@@ -91,8 +92,13 @@ class DigestCheck:
         A hand-off is faster than the digest of its last tokens, by a whole step where the source queues steps.
         """
         pause = threading.Event()
-        while ((rows := self._read(self._units, self._generations)).counts < self.tokens.counts).any():
-            job.check()
+        while (missing := (rows := self._read(self._units, self._generations)).counts < self.tokens.counts).any():
+            try:
+                job.check()
+            except TransferTimeout:
+                load = self._piece.load
+                text = f"engine {load.engine} has no digests of {missing.sum()} of {missing.size} hash blocks"
+                raise TransferTimeout(text, transfer_id=load.key[0], attempt=load.key[1]) from None
             self._check_generations()  # of others there will be none
             pause.wait(_LOOK_S)
         return rows

@@ -23,7 +23,7 @@ SHARED_LANE: Lane = None
 """The lane that `num_shared` threads serve together."""
 
 DEVICE_THREADS = 4
-"""That load where pools are on a device: each waits for it most of the time."""
+"""Threads that load where pools are on a device: each waits for it most of the time."""
 
 Item = TypeVar("Item")
 

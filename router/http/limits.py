@@ -7,8 +7,9 @@ closes on clients that still send, which then see a reset instead of the answer.
 import asyncio
 import enum
 import functools
+import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import httptools
 import msgspec
@@ -28,6 +29,8 @@ from pdkv.router.http.response_transport import ResponseTransport
 from pdkv.router.http.responses import error_body
 from pdkv.router.http.turnstile import Turnstile
 
+logger = logging.getLogger(__name__)
+
 _LINGER_S = 5.0
 _LINGER_BYTES = 256 << 20
 """How long, and how much of what a client still sends is dropped, so that it reads the answer before the end."""
@@ -42,11 +45,28 @@ class _Phase(enum.Enum):
     BODY = enum.auto()
 
 
-class _BodyReader(NamedTuple):
-    """Whom a parser tells of a body alone."""
+class _BodyReader:
+    """Tells a connection of one body and the trailers behind it, whatever its parser finds behind those."""
 
-    on_body: Callable[[bytes], None]
-    on_message_complete: Callable[[], None]
+    def __init__(self, connection: "LimitedProtocol") -> None:
+        self._connection = connection
+        self._is_in = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A trailer, but for the first: the body's length, which is counted twice."""
+        if not self._is_in:
+            self._connection.on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of it."""
+        if not self._is_in:
+            self._connection.on_body(body)
+
+    def on_message_complete(self) -> None:
+        """That was all."""
+        if not self._is_in:
+            self._is_in = True
+            self._connection.declined_body_is_in()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -237,8 +257,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade as upgrade:
                 self._decline_upgrade(piece[upgrade.args[0] :])
-        except httptools.HttpParserCallbackError:  # uvicorn has read the URL meanwhile
-            self._refuse(400, "the request is not valid HTTP/1.1: its URL was not understood")
+        except httptools.HttpParserCallbackError as error:
+            self._refuse_after(error.__context__)
             return
         except httptools.HttpParserError as error:
             self._refuse(400, f"the request is not valid HTTP/1.1: {error}")
@@ -248,11 +268,19 @@ class LimitedProtocol(HttpToolsProtocol):
         if refusal is not None:
             self._refuse(*refusal)
 
+    def _refuse_after(self, error: BaseException | None) -> None:
+        """A callback of the parser's has raised."""
+        if isinstance(error, httptools.HttpParserInvalidURLError):  # uvicorn parses the URL in one
+            self._refuse(400, "the request is not valid HTTP/1.1: its URL was not understood")
+            return
+        logger.error("a request could not be received", exc_info=error)
+        self._refuse(500, "internal error", "internal_error")
+
     def _decline_upgrade(self, rest: memoryview) -> None:
         """Serve a request that offers another protocol as if it did not, as a server may (RFC 9110, 7.8).
 
         The parser takes what comes behind its headers for the other protocol. It is the body, if there is one; what
-        comes behind that may be of the other protocol, and is not read.
+        comes behind that may be of the other protocol, and nothing is made of it.
         """
         if self._refusal is not None:
             return
@@ -260,12 +288,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if not length:
             self._be_deaf()
             return
-        self.parser = httptools.HttpRequestParser(_BodyReader(self.on_body, self._declined_body_is_in))
+        self.parser = httptools.HttpRequestParser(_BodyReader(self))
         self.parser.feed_data(b"POST / HTTP/1.1\r\n" + length + b"\r\n\r\n")
         if rest:
             self.parser.feed_data(rest)
 
-    def _declined_body_is_in(self) -> None:
+    def declined_body_is_in(self) -> None:
+        """Of a request whose offer of another protocol was declined."""
         self.on_message_complete()
         self._be_deaf()
 
@@ -405,7 +434,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, code: str | None = None) -> None:
         """Answer a request that the application does not get, or whose body is broken; the connection ends."""
         if self._responding:
             if not self.cycle.more_body or self.cycle.response_started or self.pipeline:
@@ -414,7 +443,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._deaf = True
-        self._answer(status, message)
+        self._answer(status, message, code)
 
     def _answer(self, status: int, message: str, code: str | None = None) -> None:
         body = msgspec.json.encode(error_body(clip(message, 512), status=status, code=code))

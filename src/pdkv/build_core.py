@@ -17,7 +17,6 @@ from pdkv.engine.scheduler import Scheduler, SchedulerLimits
 from pdkv.engine.stopping import StopRules
 from pdkv.engine.swap import SwapRule
 from pdkv.grammar.store import GrammarStore
-from pdkv.kernels.compiled import load_all
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
@@ -56,7 +55,6 @@ def build_core(
         grammars: who compiles those of requests; None: requests that have one are refused. Stays the caller's.
         preemption: what becomes of the KV of preempted requests.
     """
-    load_all()
     layout = card.layout
     pool = BlockPool(card.num_blocks, block_table, keys_per_block=layout.block_size // card.hash_block_size)
     kv = KVCacheManager(

@@ -33,6 +33,7 @@ from pdkv.errors import ConfigError, ModelError, RankError
 from pdkv.grammar.store import GrammarStore
 from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.host.memory_limits import check_host_memory
+from pdkv.kernels.compiled import load_all
 from pdkv.logits_processors import ModelInfo, ProcessorSet
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.identity import ModelSource
@@ -225,6 +226,7 @@ def _load(
     Raises:
         ModelError: a file changed meanwhile, or another rank has loaded another model.
     """
+    load_all()
     known = source.known()
     if known is not None:
         on_identity(known)

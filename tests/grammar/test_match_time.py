@@ -62,3 +62,25 @@ def test_a_grammar_that_nobody_has_is_not_chosen() -> None:
     play(time, {1: 0.9, 2: 0.05})
     time.forget(1)
     assert set(play(time, {2: 0.2})) == {2}
+
+
+def test_who_has_been_slow_for_long_within_what_steps_add_does_not_go_for_another() -> None:
+    time = MatchTime(is_exact=True)
+    for number in range(10, 20):  # now and then others take something, end in time, and keep the clock exact
+        assert not play(time, {1: 0.005, number: 0.1})
+        time.forget(number)
+        assert not play(time, {1: 0.005}, 100)
+    assert play(time, {1: 0.005, 2: 1.2}) == {2: 0}
+
+
+def test_what_one_took_in_excess_is_no_credit_for_the_next() -> None:
+    time = MatchTime(is_exact=True)
+    assert play(time, {1: 30.0}) == {1: 0}
+    assert play(time, {2: SPARE_S + 0.1}) == {2: 0}
+
+
+def test_who_has_paid_back_owes_nothing() -> None:
+    time = MatchTime(is_exact=True)
+    assert not play(time, {1: 0.9})
+    assert not play(time, {1: 0.0001}, 45)  # almost all of it
+    assert play(time, {1: 0.25, 2: 0.8}) == {2: 0}

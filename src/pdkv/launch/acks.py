@@ -45,7 +45,7 @@ class Acknowledger:
         self._close()
 
     def failed(self, error: Exception) -> None:
-        """The last ack of a bad start. An error that has no other cause than a defect is logged in full."""
+        """The last ack of a bad start. An error that only a defect can cause is logged in full."""
         config = isinstance(error, ConfigError)
         has_no_files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
         if not config and not has_no_files and not isinstance(error, RankError):

@@ -18,7 +18,9 @@ from traffic import held_by_process, wait_until_true, wait_until_within
 from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.connector import NixlConnector, NixlPullConnector, NixlPushConnector
-from pdkv.connectors.nixl.wire import Taken, encode
+from pdkv.connectors.nixl.doorbell import DoorbellAddress
+from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Taken, encode
+from pdkv.connectors.nixl.wire import decode as decode_message
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.registry import load_connector, make_connector
 from pdkv.errors import (
@@ -456,6 +458,59 @@ def test_who_is_deaf_to_ucx_still_gets_its_neighbours_messages(
     hand_over(mode, world, prefill, decode, 100)  # UCX has connected
     monkeypatch.setattr(decode.ranks[0].worker.rank.endpoint._agent, "receive", list)
     hand_over(mode, world, prefill, decode, 100)
+
+
+def test_a_source_hears_which_requests_are_over_when_it_had_no_room_for_that(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1: two such losses took all slots that a reader may have, for good."""
+    monkeypatch.setattr("pdkv.connectors.nixl.endpoint._FULL_S", 0.1)
+    options = {**of("pull"), **GATHER_ALL, **SHORT}
+    prefill, decode = (world.local(name, options=options) for name in "pd")
+    introduce(prefill, decode)
+    source, reader = (engine.ranks[0].worker.rank for engine in (prefill, decode))
+    bell, address = reader.endpoint._doorbell, source.endpoint._doorbell.address
+    real, sent = bell.send, list[type]()
+
+    def send(to: DoorbellAddress, data: bytes, timeout_s: float) -> None:
+        real(to, data, timeout_s)
+        sent.append(type(decode_message(data)))
+
+    def begin_load() -> str:
+        sent.clear()
+        key = world.key()
+        decode.load(awaiting(prefill.hand_off(key, scattered(7), 100)), scattered(7, 7))
+        return key
+
+    monkeypatch.setattr(bell, "send", send)
+    assert decode.outcome(begin_load()).code == ""
+    for _ in range(2):
+        stands, goes_on = threading.Event(), threading.Event()
+        source.endpoint.post(lambda stands=stands, goes_on=goes_on: (stands.set(), goes_on.wait(WAIT_S)))
+        assert stands.wait(WAIT_S)
+        key = begin_load()
+        wait_until_true(lambda: Gather in sent, "the request is in the pipe")
+        with pytest.raises(TransferError, match="takes no messages"):  # noqa: PT012
+            while True:
+                real(address, b"x", 0.0)
+        assert decode.outcome(key).code == TransferTimeout.code
+        wait_until_true(lambda: reader.endpoint._resets.owed(), "that it is over is lost")
+        assert Dropped not in sent
+        goes_on.set()
+        wait_until_true(lambda: not reader.endpoint._resets.owed() and not source.source._requests, "it is known")
+    assert source.source.num_free_slots == source.endpoint.slots.count
+    assert [decode.outcome(begin_load()).code for _ in range(3)] == [""] * 3
+
+
+def test_an_error_that_nobody_expects_ends_no_thread(world: World) -> None:
+    prefill, decode = world.local("p", options=BY_UCX), world.local("d", options=BY_UCX)
+    introduce(prefill, decode)
+    source, reader = (engine.ranks[0].worker.rank for engine in (prefill, decode))
+    source.endpoint.handle(Freed, lambda blob, message: 1 // 0)
+    to_source = reader.endpoint.peers.agent("p/1/0")
+    for _ in range(2):
+        reader.endpoint.send(to_source, Freed(1, 1))
+    wait_until_true(lambda: source.endpoint.num_bad_messages == 2, "both were served")
 
 
 def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

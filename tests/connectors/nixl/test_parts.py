@@ -1,6 +1,8 @@
 """Parts of the `nixl` connector that need no NIXL: plans, messages, cards, the doorbell, slots, posts."""
 
+import contextlib
 import os
+import queue
 import stat
 import struct
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 import torch
 from nixl_rig import NO_DOORBELL
 from recorded_streams import use_recorded
+from traffic import wait_until_true
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connector_kit.rig.sockets import listeners
@@ -350,6 +353,39 @@ def test_who_leaves_its_doorbell_full_or_is_gone_is_a_typed_error() -> None:
         other.close()
 
 
+def test_who_cannot_wait_is_not_held_up_by_who_waits_for_room() -> None:
+    """F5: behind a stopped peer. The message thread has other peers, too."""
+    own, other = Doorbell("own"), Doorbell("other")
+    outcomes: queue.SimpleQueue[type[Exception]] = queue.SimpleQueue()
+
+    def send_patiently() -> None:
+        try:
+            other.send(own.address, b"late", 20.0)
+        except TransferError as error:
+            outcomes.put(type(error))
+
+    waiting = threading.Thread(target=send_patiently)
+    try:
+        with pytest.raises(TransferError, match="takes no messages"):  # noqa: PT012
+            while True:
+                other.send(own.address, bytes(30_000), 0.0)
+        waiting.start()
+        pipe = other._open[own.address]
+        wait_until_true(lambda: pipe._is_full, "somebody waits for room")
+        with pytest.raises(TransferError, match="takes no messages"):
+            other.send(own.address, b"now", 0.0)
+        other.forget(own.address)
+        assert waiting.is_alive()
+        own.wait(20.0)  # there is room
+        assert outcomes.get(timeout=20.0) is TransferError
+        waiting.join(20.0)
+        assert num_ends(own.address.inode) == 2  # the owner's
+    finally:
+        own.close()
+        other.close()
+        waiting.join(20.0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_packets_of_any_content_are_counted_and_end_nothing(seed: int) -> None:
     """F17: a process of this user writes into the pipe what it likes."""
@@ -397,6 +433,15 @@ def test_nobody_but_processes_of_this_user_reaches_a_doorbell() -> None:
     finally:
         own.close()
         other.close()
+
+
+def num_ends(inode: int) -> int:
+    """Descriptors that this process has of a pipe."""
+    num = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            num += os.readlink(f"/proc/self/fd/{name}") == f"pipe:[{inode}]"
+    return num
 
 
 def sockets_that_take_something() -> list[str]:

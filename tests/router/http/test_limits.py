@@ -24,6 +24,7 @@ from pdkv.router.http import connections as http_connections
 from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.connections import connection_limit
 from pdkv.router.http.drain import Drain
+from pdkv.router.http.request_size import RequestSize
 from pdkv.router.process import _Stopping
 
 COMPLETIONS = "/v1/completions"
@@ -127,6 +128,8 @@ def exchange_without_close_header(request: bytes) -> Reply:
 UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA"
 """What clients offer that would rather speak HTTP/2, as those on the JDK's own client do."""
 
+CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\n{UPGRADE}\r\n\r\n".encode()
+
 
 @pytest.mark.parametrize("size", [1, 100, 100_000], ids=lambda size: f"{size} bytes at once")
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
@@ -153,15 +156,26 @@ def test_a_request_that_offers_another_protocol_is_served_as_if_it_did_not(size:
 
 
 @pytest.mark.parametrize(
+    "behind",
+    [post(COMPLETIONS, PROMPT, "content-type: application/json"), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(100)],
+    ids=["a request", "the other protocol", "garbage"],
+)
+def test_what_comes_behind_a_body_with_such_an_offer_is_no_part_of_it(behind: bytes) -> None:
+    assert exchange(post(COMPLETIONS, PROMPT, "content-type: application/json", UPGRADE) + behind).status == 200
+
+
+@pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
         (get("/health", UPGRADE), 200),
         (post(COMPLETIONS, b"", UPGRADE), 400),
         (post(COMPLETIONS, bytes(24 << 20), "content-type: application/json", UPGRADE), 413),
         (post(COMPLETIONS, PROMPT, "x: " + "y" * 40_000, UPGRADE), 431),
-        (f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\n{UPGRADE}\r\n\r\nno size".encode(), 400),
+        (CHUNKED + b"no size", 400),
+        (CHUNKED + b"0\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (CHUNKED + b"0\r\n" + b"x: y\r\n" * 200 + b"\r\n", 431),
     ],
-    ids=["no body", "empty body", "large body", "large headers", "broken chunks"],
+    ids=["no body", "empty body", "large body", "large headers", "broken chunks", "long trailer", "many trailers"],
 )
 def test_an_offer_of_another_protocol_changes_no_limit(request_bytes: bytes, status: int) -> None:
     assert exchange(request_bytes).status == status
@@ -170,6 +184,21 @@ def test_an_offer_of_another_protocol_changes_no_limit(request_bytes: bytes, sta
 def test_a_url_that_is_none_is_said_to_be_the_reason() -> None:
     reply = exchange(b"CONNECT evil:80 HTTP/1.1\r\nhost: x\r\n\r\n")
     assert (reply.status, "URL" in reply.error()["message"]) == (400, True)
+
+
+def test_a_defect_while_a_request_is_received_is_not_the_clients(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RequestSize, "add_url", lambda self, size: 1 // 0)
+
+    async def main() -> Reply:
+        async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
+            await client.send(get("/health"))
+            return await client.reply()
+
+    reply = run(main())
+    assert (reply.status, reply.error()["code"]) == (500, "internal_error")
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_headers_that_do_not_come_are_408() -> None:

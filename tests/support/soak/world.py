@@ -151,7 +151,7 @@ async def _serves(world: World, target: str) -> bool:
 async def _refuse(world: World, event: Event) -> bool:
     """An engine can open nothing: no connection, no peer's memory, no file; and loses what connections it has."""
     process = world.process(event.target)
-    if process is None or not await _serves(world, event.target):  # a start without files is none
+    if process is None or not await _serves(world, event.target):  # one that is still starting is left alone
         return False
     world.journal.killed.add(process.pid)  # libzmq aborts where it has no descriptor for who connects to ipc://
     before = process.rlimit(psutil.RLIMIT_NOFILE)
