@@ -315,7 +315,7 @@ class NixlEndpoint:
         def disconnect() -> None:
             for blob in blobs:
                 self._doorbell.forget(blob.doorbell)
-                self._resets.forget(blob)
+                self._resets.forget(blob.agent)
                 self._agent.disconnect(blob.agent, 0.0)
             self.sources.forget(blobs)
 
@@ -380,9 +380,12 @@ class NixlEndpoint:
 
     def _pay_resets(self) -> None:
         for agent in self._resets.owed():
-            if (blob := self.peers.agent(agent)) is not None:
-                with contextlib.suppress(PdkvError):
-                    self._resets.pay(blob, 0.0)
+            blob = self.peers.agent(agent)
+            if blob is None:
+                self._resets.forget(agent)
+                continue
+            with contextlib.suppress(PdkvError):
+                self._resets.pay(blob, 0.0)
 
     def _run(self) -> None:
         """The message thread."""

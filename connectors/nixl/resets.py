@@ -38,9 +38,9 @@ class Resets:
         """Agents that have not heard a Reset since."""
         return list(self._owed)
 
-    def forget(self, blob: RankBlob) -> None:
+    def forget(self, agent: str) -> None:
         """It is gone. Idempotent."""
-        self._owed.discard(blob.agent)
+        self._owed.discard(agent)
 
     def pay(self, blob: RankBlob, timeout_s: float) -> None:
         """Send the Reset that is owed, if one is. Called before each `Gather`: the Reset would end a request that came
