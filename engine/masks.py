@@ -115,7 +115,7 @@ class GrammarMasks:
 
     def _give_up(self, grammar: int, seconds: float) -> None:
         """Fail all answers of a grammar that others wait for too long."""
-        text = f"the grammar takes too long to match: its answers held the others up for {seconds:.1f} s"
+        text = f"the grammar takes too long to match: its answers held the others up for {seconds:.2g} s"
         for answer in self._answers.values():
             if answer.grammar == grammar:
                 self.failures.setdefault(answer.key, StepFailure(InvalidRequest.code, text))

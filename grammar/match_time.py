@@ -10,6 +10,9 @@ _S_PER_STEP = 0.02
 _S_PER_TOKEN = 0.00025
 """A mask takes a tenth of it."""
 
+_LEAST_S = 0.005
+"""Nobody goes who owes less: most of it is owed by grammars that are gone."""
+
 _SUSPICIOUS_S = 0.25
 _CALM_STEPS = 256
 
@@ -60,7 +63,7 @@ class MatchTime:
             if self._left_s < SPARE_S - _SUSPICIOUS_S:
                 self._begin_again(time.thread_time)
             return []
-        self._share(before_s - self._left_s)
+        self._share(before_s - self._left_s, taken_s)
         self._num_calm = self._num_calm + 1 if self._left_s == SPARE_S else 0
         if self._num_calm == _CALM_STEPS:
             self._begin_again(time.perf_counter)
@@ -71,15 +74,17 @@ class MatchTime:
         self._taken_s.pop(grammar, None)
         self._owed_s.pop(grammar, None)
 
-    def _share(self, lost_s: float) -> None:
-        """Who took most in this step owes most of what it lost; what it gained is taken off what everybody owes."""
+    def _share(self, lost_s: float, step_s: float) -> None:
+        """Who took most of a step of `step_s` owes most of what it lost; what it gained is taken off what everybody
+        owes.
+        """
         if lost_s < 0:
             missing_s = SPARE_S - self._left_s
             rest = missing_s / (missing_s - lost_s)
             self._owed_s = {grammar: owed_s * rest for grammar, owed_s in self._owed_s.items()}
         elif lost_s > 0:
             taken_s = {grammar: seconds for grammar, seconds in self._taken_s.items() if seconds > 0}
-            all_s = sum(taken_s.values())
+            all_s = max(sum(taken_s.values()), step_s)  # one that took some of it may be gone
             for grammar, seconds in taken_s.items():
                 self._owed_s[grammar] = self._owed_s.get(grammar, 0.0) + lost_s * seconds / all_s
         self._taken_s.clear()
@@ -88,6 +93,8 @@ class MatchTime:
         chosen = list[tuple[int, float]]()
         while self._left_s < 0 and self._owed_s:
             grammar = max(self._owed_s, key=self._owed_s.__getitem__)
+            if self._owed_s[grammar] < _LEAST_S:
+                break
             chosen.append((grammar, self._owed_s.pop(grammar)))
             self._left_s += chosen[-1][1]
         self._left_s = min(max(self._left_s, 0.0), SPARE_S)

@@ -1,9 +1,8 @@
-"""Wakes the message thread of a rank on this host, and brings it messages: NIXL has no descriptor to wait on.
+"""Brings the message thread of a rank messages of its neighbours on this host, and wakes it.
 
 Every rank has a pipe without a name. A peer opens it through /proc/<pid>/fd/<fd>, which the kernel allows to processes
 of the same user only (as it does all else that peers within a host do to each other): strangers cannot knock at all.
-The pipe holds packets, each written and read at once. One byte says "let NIXL work", nothing else: one too many costs a
-look. A message is one packet, or several in order.
+The pipe holds packets, each written and read at once. A message is one packet, or several in order.
 """
 
 import contextlib
@@ -15,17 +14,20 @@ import secrets
 import select
 import struct
 import threading
-import time
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from pdkv.connectors.nixl.agent import MAX_AGENT_NAME, MAX_MESSAGE_BYTES, Message
-from pdkv.errors import PeerGone, TransferError
+from pdkv.connectors.nixl.outbox import Content, Outbox
+from pdkv.errors import PeerGone
 from pdkv.host.process_info import process_start_time
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_OPEN = 256
 """Peers whose bells are kept open."""
@@ -39,11 +41,6 @@ _PIPE_BYTES = 256 << 10
 
 _READS = 256
 """Packets that are read before the thread looks at something else, however fast somebody writes on."""
-
-_WRITE_S = 0.01
-"""A write that waits for nothing takes microseconds: who comes behind it looks again after so long, if nobody says."""
-
-_RING = b"\0"
 
 
 class DoorbellAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -81,17 +78,18 @@ class Doorbell:
             self._poll.register(fd, select.POLLIN)
         self._assembly = _Assembly()
         self._id, self._numbers = secrets.randbits(64), itertools.count()
+        self._full: dict[DoorbellAddress, Outbox] = {}  # those in which something waits
         self._lock = threading.Lock()  # guards what follows
-        self._open: OrderedDict[DoorbellAddress, _Pipe] = OrderedDict()  # peers'
+        self._open: OrderedDict[DoorbellAddress, Outbox] = OrderedDict()  # peers'
         self._closed = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until somebody rings, wakes or writes; messages that have come are for `take`.
+        """Wait until somebody wakes or writes; messages that have come are for `take`.
 
         For one thread, which is done before `close`.
 
         Returns:
-            Whether there was a ring or a wake, or there may be more to read: look at everything.
+            Whether somebody did: look at everything, there may also be more to read.
         """
         if self._closed:
             return False
@@ -101,9 +99,9 @@ class Doorbell:
             if look:
                 os.eventfd_read(self._wake_fd)
             if self._read_fd in ready:
-                for _ in range(_READS):
-                    look |= self._read_packet()
                 look = True
+                for _ in range(_READS):
+                    self._read_packet()
         return look
 
     def take(self) -> list[Message]:
@@ -111,35 +109,47 @@ class Doorbell:
         messages, self._assembly.messages = self._assembly.messages, []
         return messages
 
-    def ring(self, address: DoorbellAddress) -> None:
-        """Wake the owner of another doorbell, if it is there; its pipe may be full, then it will look anyway."""
-        with contextlib.suppress(PeerGone):
-            self._write(address, [_RING], 0.0)
+    def send(self, address: DoorbellAddress, message: Content, *, alone: bool = False) -> bool:
+        """Send a message to the owner of another doorbell, now or when there is room and `flush` is called.
 
-    def send(self, address: DoorbellAddress, data: bytes, timeout_s: float) -> None:
-        """Send a message to the owner of another doorbell.
+        Args:
+            alone: instead of those that wait for room.
+
+        Returns:
+            False: too many wait; this one is lost.
 
         Raises:
             PeerGone: nobody is there (any more).
-            TransferError: it has left its pipe full for so long.
         """
-        content = _NAME.pack(len(self._name)) + self._name + data
-        size = _PACKET_BYTES - _HEADER.size
-        count = -(-len(content) // size)
-        number = next(self._numbers) & 0xFFFFFFFF
-        packets = [
-            _HEADER.pack(self._id, number, place, count) + content[place * size : (place + 1) * size]
-            for place in range(count)
-        ]
-        if not self._write(address, packets, timeout_s):
-            raise TransferError(f"process {address.pid} takes no messages")
+
+        def put(outbox: Outbox) -> bool:
+            is_taken = outbox.put(message, alone=alone)
+            if not outbox.is_empty and self._full.get(address) is not outbox:
+                self._full[address] = outbox
+                self.wake()  # who flushes
+            return is_taken
+
+        return self._use(address, put)
+
+    def flush(self) -> bool:
+        """Send what waits, as far as there is room. Returns whether nothing waits any more. For one thread."""
+        for address, outbox in self._full.copy().items():
+            self._full.pop(address, None)
+            try:
+                if not outbox.flush():
+                    self._full[address] = outbox
+            except OSError as error:
+                logger.debug("process %d is gone: %s", address.pid, error)
+                self._drop(address, outbox)
+        return not self._full
 
     def forget(self, address: DoorbellAddress) -> None:
         """Its owner is gone. Idempotent."""
         with self._lock:
-            pipe = self._open.pop(address, None)
-        if pipe is not None:
-            pipe.close()
+            outbox = self._open.pop(address, None)
+        self._full.pop(address, None)
+        if outbox is not None:
+            outbox.close()
 
     def wake(self) -> None:
         """Wake who waits here. Does not block, whatever its thread is doing."""
@@ -153,114 +163,60 @@ class Doorbell:
             if self._closed:
                 return
             self._closed = True
-            pipes = list(self._open.values())
+            outboxes = list(self._open.values())
             self._open.clear()
             for fd in (self._read_fd, self._write_fd, self._wake_fd):
                 os.close(fd)
-        for pipe in pipes:
-            pipe.close()
+        for outbox in outboxes:
+            outbox.close()
 
-    def _read_packet(self) -> bool:
-        """Read one packet; whether it is a ring. Raises BlockingIOError where there is none."""
-        packet = os.read(self._read_fd, _PACKET_BYTES)
-        if packet == _RING:
-            return True
-        if not self._assembly.add(packet):
+    def _read_packet(self) -> None:
+        """Raises BlockingIOError where there is none."""
+        if not self._assembly.add(os.read(self._read_fd, _PACKET_BYTES)):
             self.num_bad_packets += 1
-        return False
 
-    def _write(self, address: DoorbellAddress, packets: list[bytes], timeout_s: float) -> bool:
-        """False: the pipe is full. Raises PeerGone."""
+    def _use(self, address: DoorbellAddress, call: Callable[[Outbox], T]) -> T:
+        """Call with a peer's outbox. Raises PeerGone."""
         with self._lock:
             if self._closed:
                 raise PeerGone("the own doorbell is closed")
-            pipe = self._open.get(address)
-            if pipe is None:
+            outbox = self._open.get(address)
+            if outbox is None:
                 fd = _open_pipe(address)
                 if fd is None:
                     raise PeerGone(f"process {address.pid} is gone, or shows no doorbell here")
-                pipe = self._open[address] = _Pipe(fd)
+                outbox = self._open[address] = Outbox(fd, self._pack)
             self._open.move_to_end(address)
-            oldest = self._open.popitem(last=False)[1] if len(self._open) > MAX_OPEN else None
-        if oldest is not None:
-            oldest.close()
+            evicted = self._open.pop(self._to_evict()) if len(self._open) > MAX_OPEN else None
+        if evicted is not None:
+            evicted.close()
         try:
-            return pipe.write(packets, timeout_s)
+            return call(outbox)
         except OSError as error:
-            self.forget(address)
+            self._drop(address, outbox)
             raise PeerGone(f"process {address.pid} is gone: {error.strerror}") from error
 
+    def _to_evict(self) -> DoorbellAddress:
+        """Whose bell was used least recently, of those for whom nothing waits, if there are some."""
+        oldest = next(iter(self._open))
+        return next((address for address in self._open if address not in self._full), oldest)
 
-class _Pipe:
-    """A peer's. What is written to it together is not interrupted by another thread of this process."""
+    def _drop(self, address: DoorbellAddress, outbox: Outbox) -> None:
+        """Nobody reads it; there may be another one by now."""
+        with self._lock:
+            if self._open.get(address) is outbox:
+                del self._open[address]
+        outbox.close()
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._changed = threading.Condition()  # guards what follows
-        self._has_writer = False
-        self._is_full = False  # its writer waits for room
-        self._closed = False
-
-    def write(self, packets: list[bytes], timeout_s: float) -> bool:
-        """Write all; False: it was full for so long, or is closed. Raises OSError where nobody reads any more."""
-        deadline = time.monotonic() + timeout_s
-        if not self._begin(deadline):
-            return False
-        try:
-            return all(self._write_packet(packet, deadline) for packet in packets)
-        finally:
-            self._end()
-
-    def close(self) -> None:
-        """Idempotent. Who writes is not waited for."""
-        with self._changed:
-            if not self._closed:
-                self._closed = True
-                if not self._has_writer:
-                    os.close(self._fd)
-            self._changed.notify_all()
-
-    def _begin(self, deadline: float) -> bool:
-        """Become its writer, once the one before has ended; who waits for room is waited for until the deadline."""
-        with self._changed:
-            while self._has_writer and not self._closed:
-                left_s = deadline - time.monotonic()
-                if self._is_full and left_s <= 0:
-                    return False
-                self._changed.wait(left_s if self._is_full else _WRITE_S)
-            if self._closed:
-                return False
-            self._has_writer = True
-            return True
-
-    def _end(self) -> None:
-        with self._changed:
-            self._has_writer = False
-            if self._closed:
-                os.close(self._fd)
-            self._changed.notify()
-
-    def _write_packet(self, packet: bytes, deadline: float) -> bool:
-        while not self._closed:
-            try:
-                os.write(self._fd, packet)
-                return True
-            except BlockingIOError:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._wait_for_room(left_s)
-        return False
-
-    def _wait_for_room(self, timeout_s: float) -> None:
-        with self._changed:
-            self._is_full = True
-            self._changed.notify_all()  # who cannot wait goes
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
-        poll.poll(timeout_s * 1000)
-        with self._changed:
-            self._is_full = False
+    def _pack(self, data: bytes) -> list[bytes]:
+        content = _NAME.pack(len(self._name)) + self._name + data
+        size = _PACKET_BYTES - _HEADER.size
+        count = -(-len(content) // size)
+        number = next(self._numbers) & 0xFFFFFFFF
+        return [
+            _HEADER.pack(self._id, number, place, count) + content[place * size : (place + 1) * size]
+            for place in range(count)
+        ]
 
 
 class _Part(NamedTuple):

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -29,11 +30,10 @@ from pdkv.connectors.nixl.memory import (
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.paths import PeerPaths
 from pdkv.connectors.nixl.peers import NixlPeers, agent_name
-from pdkv.connectors.nixl.resets import Resets
-from pdkv.connectors.nixl.wire import BLOB_VERSION, Gather, Path, RankBlob, Wire, encode, encode_blob
+from pdkv.connectors.nixl.wire import BLOB_VERSION, Path, RankBlob, Reset, Wire, encode, encode_blob
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.connectors.transfer.planning import Bytes
-from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferTimeout
+from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferError, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
 from pdkv.kernels.streams import streams_of
@@ -47,18 +47,18 @@ A = TypeVar("A")
 M = TypeVar("M", bound=Wire)
 
 _HOT_S = 0.002
-"""So long after a ring a message is due any moment."""
+"""So long after a message another one is due any moment."""
 
 _HOT_PAUSE_S = 0.00005
 _IDLE_PAUSE_S = 0.02
-"""For rings that got lost and peers on other hosts, which cannot ring."""
+"""For peers on other hosts, whose messages wake nobody."""
 
 _LOOK_S = 0.02
 """So often who waits for a peer's answer looks whether it is still wanted."""
 
 _TICK_S = 0.2
-_FULL_S = 1.0
-"""So long a thread that may wait does so for room in a peer's doorbell."""
+_FULL_PAUSE_S = 0.002
+"""While a message waits for room in a peer's doorbell."""
 
 _JOIN_TIMEOUT_S = 5.0
 
@@ -120,17 +120,17 @@ class NixlEndpoint:
         self._digests: Memory | None = None
         self._inbox = Inbox(peers)
         self._workers: list[Callable[[], bool]] = []
-        self._ticks: list[Callable[[], None]] = [self._pay_resets]
+        self._ticks: list[Callable[[], None]] = []
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._resets = Resets(self._doorbell.send, _none_open)
+        self._open_requests: Callable[[str], list[int]] = _none_open
         self._connecting = threading.Lock()
-        self._greeting: set[str] = set()  # agents that may be connected, but have not heard of our open requests
+        self._greeting: set[str] = set()  # agents that may be connected, but have not been greeted
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="pdkv-nixl", daemon=True)
 
     @property
     def num_bad_messages(self) -> int:
-        """Messages that no decoder or handler wants."""
+        """Messages that no decoder or handler wants, or a handler failed on."""
         return self._inbox.num_bad_messages + self._doorbell.num_bad_packets
 
     # --- set up -----------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class NixlEndpoint:
 
     def report_open_requests(self, report: Callable[[str], list[int]]) -> None:
         """Who knows which requests to an agent are open."""
-        self._resets = Resets(self._doorbell.send, report)
+        self._open_requests = report
 
     def start(self) -> None:
         """Begin to receive."""
@@ -263,14 +263,9 @@ class NixlEndpoint:
             return
         if not self._is_known(blob):
             raise PeerGone(f"agent {blob.agent} is not known")
-        patience_s = self._patience(_FULL_S)
-        if isinstance(message, Gather):
-            self._resets.pay(blob, patience_s)
-        try:
-            self._doorbell.send(blob.doorbell, data, patience_s)
-        except PdkvError:
-            self._resets.owe(blob)
-            raise
+        if not self._doorbell.send(blob.doorbell, data):
+            self._send_reset(blob, alone=True)
+            raise TransferError(f"agent {blob.agent} takes no messages")
 
     def try_send(self, blob: RankBlob, message: Wire) -> bool:
         """Send where the peer is to be had. For messages that a peer's deadline makes up for."""
@@ -315,7 +310,6 @@ class NixlEndpoint:
         def disconnect() -> None:
             for blob in blobs:
                 self._doorbell.forget(blob.doorbell)
-                self._resets.forget(blob.agent)
                 self._agent.disconnect(blob.agent, 0.0)
             self.sources.forget(blobs)
 
@@ -336,7 +330,7 @@ class NixlEndpoint:
         self._doorbell.close()
         for users in (self._inbox, self._workers, self._ticks):  # they know the endpoint, and it them
             users.clear()
-        self._resets = Resets(self._doorbell.send, _none_open)
+        self._open_requests = _none_open
         self.permits.close()
         del self.slots, self.buffers
         self._arena = None
@@ -354,7 +348,7 @@ class NixlEndpoint:
                 return
             if not self._agent.disconnect(blob.agent, self._patience(LEAVE_S)):
                 raise TransferTimeout(f"agent {blob.agent}: a transfer still uses the old connection")
-            self._greeting.add(blob.agent)  # no request may overtake the Reset, which would end it
+            self._greeting.add(blob.agent)  # between hosts no request may overtake the Reset, which would end it
             try:
                 self._greet(blob)
             finally:
@@ -370,22 +364,24 @@ class NixlEndpoint:
         return not self._stopping and self.peers.agent(blob.agent) == blob
 
     def _greet(self, blob: RankBlob) -> None:
-        """Connect, and have UCX do so, which the first read would have to wait for."""
+        """Connect, have UCX do so, which the first read would have to wait for, and tell what is open here."""
         self._agent.connect(blob.agent, blob.metadata)
         if blob.host == host_id():
             self._agent.send(blob.agent, NOTHING)
-            self._doorbell.ring(blob.doorbell)
+            self._send_reset(blob)
         else:
-            self._agent.send(blob.agent, self._resets.message(blob.agent))
+            self._agent.send(blob.agent, self._reset(blob.agent))
 
-    def _pay_resets(self) -> None:
-        for agent in self._resets.owed():
-            blob = self.peers.agent(agent)
-            if blob is None:
-                self._resets.forget(agent)
-                continue
-            with contextlib.suppress(PdkvError):
-                self._resets.pay(blob, 0.0)
+    def _send_reset(self, blob: RankBlob, *, alone: bool = False) -> None:
+        """To a peer on this host. `alone`: for all messages that wait there, which are lost.
+
+        It is made when it is sent. So it names each request whose `Gather` is sent before it, and one that comes behind
+        it it does not end.
+        """
+        self._doorbell.send(blob.doorbell, partial(self._reset, blob.agent), alone=alone)
+
+    def _reset(self, agent: str) -> bytes:
+        return encode(Reset(self._open_requests(agent)))
 
     def _run(self) -> None:
         """The message thread."""
@@ -409,8 +405,10 @@ class NixlEndpoint:
             if busy:
                 hot_until = time.monotonic() + _HOT_S
                 continue
-            hot = time.monotonic() < hot_until
-            if self._doorbell.wait(_HOT_PAUSE_S if hot else _IDLE_PAUSE_S):
+            pause_s = _HOT_PAUSE_S if time.monotonic() < hot_until else _IDLE_PAUSE_S
+            if not self._doorbell.flush():
+                pause_s = min(pause_s, _FULL_PAUSE_S)
+            if self._doorbell.wait(pause_s):
                 hot_until = time.monotonic() + _HOT_S
 
     def _receive(self) -> bool:

@@ -24,7 +24,7 @@ class Inbox:
     """Of one rank. Used by its message thread alone, once handlers are set."""
 
     def __init__(self, peers: NixlPeers) -> None:
-        self.num_bad_messages = 0  # that no decoder or handler wants
+        self.num_bad_messages = 0  # that no decoder or handler wants, or a handler failed on
         self.num_unknown_agents = 0  # messages of agents that nobody has a card of
         self._peers = peers
         self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}

@@ -98,7 +98,7 @@ class Dropped(_Wire, frozen=True, tag=5):
 
 
 class Reset(_Wire, frozen=True, tag=6):
-    """The first message of a new connection: the sender reads for these requests and no others."""
+    """When a connection is new, or messages got lost: the sender reads for these requests and no others."""
 
     open_requests: list[int]
 

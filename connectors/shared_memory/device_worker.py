@@ -112,15 +112,16 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         """Copy, and return when it is there, with what `make` makes of it: the blocks may be another one's then.
 
         Raises:
-            TransferError: some of it is not within its pool.
+            TransferError: some of it is not within its pool. And what `make` raises, when the copy is there.
         """
         assert self._data is not None, "the connector is shut down"
         with copies.stream.on():
             self._device.copy(self._data, source, part)
-            queued = None if make is None else make()
-            copies.done.record()
-        await_copy(copies.done)
-        return queued
+            try:
+                return None if make is None else make()
+            finally:
+                copies.done.record()
+                await_copy(copies.done)
 
     def _compile(self) -> None:
         """Have both forms of the copy compiled now, by copies of a block onto itself: no load waits for that."""

@@ -50,12 +50,16 @@ class _BodyReader:
 
     def __init__(self, connection: "LimitedProtocol") -> None:
         self._connection = connection
-        self._is_in = False
+        self._has_begun = self._is_in = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A trailer, but for the first: the body's length, which is counted twice."""
-        if not self._is_in:
+        """A trailer."""
+        if self._has_begun and not self._is_in:
             self._connection.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Those that the parser was given to read a body at all."""
+        self._has_begun = True
 
     def on_body(self, body: bytes) -> None:
         """A piece of it."""
@@ -253,12 +257,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parse_piece(self, piece: memoryview) -> None:
         self._size.begin_piece()
         try:
-            try:
-                self.parser.feed_data(piece)
-            except httptools.HttpParserUpgrade as upgrade:
-                self._decline_upgrade(piece[upgrade.args[0] :])
+            rest = self._feed(piece)
+            if rest is not None:
+                self._decline_upgrade(rest)
         except httptools.HttpParserCallbackError as error:
-            self._refuse_after(error.__context__)
+            logger.error("a request could not be received", exc_info=error.__context__)
+            self._refuse(500, "internal error", "internal_error")
             return
         except httptools.HttpParserError as error:
             self._refuse(400, f"the request is not valid HTTP/1.1: {error}")
@@ -268,13 +272,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if refusal is not None:
             self._refuse(*refusal)
 
-    def _refuse_after(self, error: BaseException | None) -> None:
-        """A callback of the parser's has raised."""
-        if isinstance(error, httptools.HttpParserInvalidURLError):  # uvicorn parses the URL in one
-            self._refuse(400, "the request is not valid HTTP/1.1: its URL was not understood")
-            return
-        logger.error("a request could not be received", exc_info=error)
-        self._refuse(500, "internal error", "internal_error")
+    def _feed(self, piece: memoryview) -> memoryview | None:
+        """What is behind the headers of a request that offers another protocol; None: there is none in this piece."""
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            return piece[upgrade.args[0] :]
+        return None
 
     def _decline_upgrade(self, rest: memoryview) -> None:
         """Serve a request that offers another protocol as if it did not, as a server may (RFC 9110, 7.8).
@@ -355,6 +359,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_header_timer()
         self._phase = _Phase.BODY
+        if self._refusal is None and not _has_path(self.url):
+            self._refusal = 400, "the request is not valid HTTP/1.1: its URL was not understood"
         if self._refusal is None:
             if self._responding:  # it waits for its turn
                 self._room.leave(self)
@@ -458,3 +464,11 @@ class LimitedProtocol(HttpToolsProtocol):
         ]
         self.transport.write(b"".join(lines))
         self.transport.close()
+
+
+def _has_path(url: bytes) -> bool:
+    """Whether uvicorn understands a URL."""
+    try:
+        return httptools.parse_url(url).path is not None
+    except httptools.HttpParserInvalidURLError:
+        return False

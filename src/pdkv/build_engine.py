@@ -221,7 +221,7 @@ def _limits(config: EngineConfig, handoff: HandoffConfig, proposer: Proposer | N
 def _load(
     source: ModelSource, on_identity: Callable[[str], None], make: Callable[[], _Executor]
 ) -> tuple[_Executor, str]:
-    """Make an executor while the identity of what it loads is taken, and tell that one.
+    """Make an executor while the identity of what it loads is taken, and tell that one. Compiled kernels come first.
 
     Raises:
         ModelError: a file changed meanwhile, or another rank has loaded another model.

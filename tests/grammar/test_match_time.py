@@ -75,8 +75,9 @@ def test_who_has_been_slow_for_long_within_what_steps_add_does_not_go_for_anothe
 
 def test_what_one_took_in_excess_is_no_credit_for_the_next() -> None:
     time = MatchTime(is_exact=True)
-    assert play(time, {1: 30.0}) == {1: 0}
-    assert play(time, {2: SPARE_S + 0.1}) == {2: 0}
+    assert not play(time, {1: 0.015}, 200)
+    assert play(time, {1: 1.2}) == {1: 0}
+    assert play(time, {2: 3.0}) == {2: 0}
 
 
 def test_who_has_paid_back_owes_nothing() -> None:
@@ -84,3 +85,15 @@ def test_who_has_paid_back_owes_nothing() -> None:
     assert not play(time, {1: 0.9})
     assert not play(time, {1: 0.0001}, 45)  # almost all of it
     assert play(time, {1: 0.25, 2: 0.8}) == {2: 0}
+
+
+def test_what_one_took_that_is_gone_is_owed_by_nobody_else() -> None:
+    """It began an answer again in a step that drew nothing, and was aborted before the next one."""
+    time = MatchTime(is_exact=True)
+    time.spend(1, 0.9, 1)
+    time.forget(1)
+    assert not play(time, {2: 0.0003})
+    assert play(time, {2: 0.0003, 3: 0.2}) == {3: 0}
+    time.spend(4, 30.0, 1)
+    time.forget(4)
+    assert not play(time, {2: 0.0003})

@@ -19,7 +19,7 @@ from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.connector import NixlConnector, NixlPullConnector, NixlPushConnector
 from pdkv.connectors.nixl.doorbell import DoorbellAddress
-from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Taken, encode
+from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Reset, Taken, encode
 from pdkv.connectors.nixl.wire import decode as decode_message
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.registry import load_connector, make_connector
@@ -460,27 +460,33 @@ def test_who_is_deaf_to_ucx_still_gets_its_neighbours_messages(
     hand_over(mode, world, prefill, decode, 100)
 
 
-def test_a_source_hears_which_requests_are_over_when_it_had_no_room_for_that(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("loses", [False, True], ids=["waits", "is lost"])
+def test_a_source_that_stood_still_hears_that_a_request_is_over(
+    world: World, monkeypatch: pytest.MonkeyPatch, loses: bool
 ) -> None:
-    """F1: two such losses took all slots that a reader may have, for good."""
-    monkeypatch.setattr("pdkv.connectors.nixl.endpoint._FULL_S", 0.1)
+    """F1: two losses took all slots that a reader may have, for good."""
+    if loses:
+        monkeypatch.setattr("pdkv.connectors.nixl.outbox.MAX_WAITING", 1)
     options = {**of("pull"), **GATHER_ALL, **SHORT}
     prefill, decode = (world.local(name, options=options) for name in "pd")
     introduce(prefill, decode)
     source, reader = (engine.ranks[0].worker.rank for engine in (prefill, decode))
     bell, address = reader.endpoint._doorbell, source.endpoint._doorbell.address
-    real, sent = bell.send, list[type]()
+    real, sent = bell.send, list[Any]()
 
-    def send(to: DoorbellAddress, data: bytes, timeout_s: float) -> None:
-        real(to, data, timeout_s)
-        sent.append(type(decode_message(data)))
+    def send(to: DoorbellAddress, message: Any, *, alone: bool = False) -> bool:
+        is_taken: bool = real(to, message, alone=alone)
+        sent.append((type(decode_message(message)) if isinstance(message, bytes) else Reset, is_taken))
+        return is_taken
 
     def begin_load() -> str:
         sent.clear()
         key = world.key()
         decode.load(awaiting(prefill.hand_off(key, scattered(7), 100)), scattered(7, 7))
         return key
+
+    def has_slots() -> bool:
+        return not source.source._requests and source.source.num_free_slots == source.endpoint.slots.count
 
     monkeypatch.setattr(bell, "send", send)
     assert decode.outcome(begin_load()).code == ""
@@ -489,17 +495,43 @@ def test_a_source_hears_which_requests_are_over_when_it_had_no_room_for_that(
         source.endpoint.post(lambda stands=stands, goes_on=goes_on: (stands.set(), goes_on.wait(WAIT_S)))
         assert stands.wait(WAIT_S)
         key = begin_load()
-        wait_until_true(lambda: Gather in sent, "the request is in the pipe")
-        with pytest.raises(TransferError, match="takes no messages"):  # noqa: PT012
-            while True:
-                real(address, b"x", 0.0)
+        wait_until_true(lambda: (Gather, True) in sent, "the request is in the pipe")
+        filler = encode(Taken(0)) * 64
+        while real(address, filler) and (loses or not bell._full):
+            pass
         assert decode.outcome(key).code == TransferTimeout.code
-        wait_until_true(lambda: reader.endpoint._resets.owed(), "that it is over is lost")
-        assert Dropped not in sent
+        wait_until_true(lambda: ((Reset, True) if loses else (Dropped, True)) in sent, "it was told")
         goes_on.set()
-        wait_until_true(lambda: not reader.endpoint._resets.owed() and not source.source._requests, "it is known")
-    assert source.source.num_free_slots == source.endpoint.slots.count
+        wait_until_true(lambda: not bell._full and has_slots(), "the source knows")
     assert [decode.outcome(begin_load()).code for _ in range(3)] == [""] * 3
+    wait_until_true(has_slots, "all slots are free")
+
+
+def test_a_source_frees_the_slots_of_a_reader_that_forgot_it_for_a_while(world: World) -> None:
+    """Its router was gone, to the reader alone."""
+    options = {**of("pull"), **GATHER_ALL, **SHORT}
+    prefill, decode = (world.local(name, options=options) for name in "pd")
+    introduce(prefill, decode)
+    source, reader = (engine.ranks[0].worker.rank for engine in (prefill, decode))
+
+    def begin_load() -> str:
+        key = world.key()
+        decode.load(awaiting(prefill.hand_off(key, scattered(7), 100)), scattered(7, 7))
+        return key
+
+    for _ in range(3):
+        stands, goes_on = threading.Event(), threading.Event()
+        source.endpoint.post(lambda stands=stands, goes_on=goes_on: (stands.set(), goes_on.wait(WAIT_S)))
+        assert stands.wait(WAIT_S)
+        key = begin_load()
+        wait_until_true(lambda: reader.reader.gathered._open_requests("p/1/0"), "it has asked")
+        decode.meet()
+        assert decode.outcome(key).code == PeerGone.code
+        decode.meet(prefill.card)
+        goes_on.set()
+        assert decode.outcome(begin_load()).code == ""
+    wait_until_true(lambda: not source.source._requests, "it has ended all of them")
+    wait_until_true(lambda: source.source.num_free_slots == source.endpoint.slots.count, "all slots are free")
 
 
 def test_an_error_that_nobody_expects_ends_no_thread(world: World) -> None:

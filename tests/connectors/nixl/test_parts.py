@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import queue
 import stat
 import struct
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 import torch
 from nixl_rig import NO_DOORBELL
 from recorded_streams import use_recorded
-from traffic import wait_until_true
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connector_kit.rig.sockets import listeners
@@ -31,6 +29,7 @@ from pdkv.connectors.nixl.doorbell import Doorbell, _open_pipe
 from pdkv.connectors.nixl.gather import MAX_UNITS, plan_chunks
 from pdkv.connectors.nixl.memory import WORD_BYTES, LandingBuffers, Slots, generation_offset, memory_of
 from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.outbox import MAX_WAITING_BYTES
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import (
     BLOB_VERSION,
@@ -46,7 +45,7 @@ from pdkv.connectors.nixl.wire import (
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
 from pdkv.connectors.transfer.staging import StagingBuffers
-from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferError, TransferTimeout
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
 from pdkv.kernels.streams import HOST
@@ -267,60 +266,57 @@ def test_an_offer_of_a_long_prompt_is_a_message_and_so_are_its_digests() -> None
 # --- the doorbell -----------------------------------------------------------------------------------------------------
 
 
-def test_a_ring_ends_the_wait_and_rings_are_forgotten_together() -> None:
+def test_a_message_ends_the_wait_and_so_does_its_own_process() -> None:
     """F19: who has nothing to do is woken by a message, not by the next request."""
     own, other = Doorbell("own"), Doorbell("other")
     try:
         woken: list[bool] = []
         waiting = threading.Thread(target=lambda: woken.append(own.wait(20.0)))
         waiting.start()
-        other.ring(own.address)
+        assert other.send(own.address, b"x")
         waiting.join(20.0)
         assert woken == [True]
-        for _ in range(100_000):  # more than a pipe holds: nobody is held up
-            other.ring(own.address)
-        assert own.wait(0.0)
         assert not own.wait(0.0)
         own.wake()
         assert own.wait(20.0)
+        assert own.take() == [Message("other", b"x")]
     finally:
         own.close()
-        other.ring(own.address)  # nobody is there
         other.close()
         other.close()
     assert not own.wait(0.0)
 
 
-def test_the_wait_for_a_ring_ends_while_somebody_rings_on() -> None:
-    """It used to read datagrams until there were none: whoever rang faster held the thread."""
+def test_the_wait_for_a_message_ends_while_somebody_writes_on() -> None:
+    """It used to read datagrams until there were none: whoever wrote faster held the thread."""
     own, other = Doorbell("own"), Doorbell("other")
-    rung, looked = threading.Event(), threading.Event()
+    written, looked = threading.Event(), threading.Event()
 
-    def ring_on() -> None:
+    def write_on() -> None:
         while not looked.is_set():
-            other.ring(own.address)
-            rung.set()
+            other.send(own.address, b"x")
+            other.flush()
+            written.set()
 
-    ringing = threading.Thread(target=ring_on)
-    ringing.start()
+    writing = threading.Thread(target=write_on)
+    writing.start()
     try:
-        assert rung.wait(20.0)
+        assert written.wait(20.0)
         for _ in range(100):
             own.wait(0.0)
     finally:
         looked.set()
-        ringing.join()
+        writing.join()
         own.close()
         other.close()
 
 
-def test_messages_arrive_whole_and_in_order_beside_rings() -> None:
+def test_messages_arrive_whole_and_in_order() -> None:
     own, others = Doorbell("own"), [Doorbell(f"e/1/{i}") for i in range(3)]
     sent = [(f"e/1/{i}", bytes([i]) * size) for size in (1, 4096, 65536, 0) for i in range(3)]
     try:
         for number, (_, data) in enumerate(sent):
-            others[number % 3].send(own.address, data, 1.0)
-            others[0].ring(own.address)
+            assert others[number % 3].send(own.address, data)
             assert own.wait(20.0)
         assert [(message.peer, message.data) for message in own.take()] == sent
         assert own.take() == []
@@ -330,60 +326,77 @@ def test_messages_arrive_whole_and_in_order_beside_rings() -> None:
             bell.close()
 
 
-def test_who_leaves_its_doorbell_full_or_is_gone_is_a_typed_error() -> None:
-    """Nobody is held up for longer than he wants to wait, and what comes after half a message is read."""
+def test_messages_for_which_there_is_no_room_wait_in_order_and_hold_nobody_up() -> None:
+    """F5: a stopped peer, and one that goes on."""
     own, other = Doorbell("own"), Doorbell("other")
+    sent = [bytes([n]) * 200_000 for n in range(10)]  # none of them fits into a pipe at once
+    made = []
+
+    def make() -> bytes:
+        made.append(len(received))
+        return b"made"
+
     try:
-        data = bytes(30_000)
-        with pytest.raises(TransferError, match="takes no messages"):  # noqa: PT012
-            while True:
-                other.send(own.address, data, 0.0)
-        woken = threading.Thread(target=lambda: other.send(own.address, b"last", 20.0))
-        woken.start()
         received: list[bytes] = []
-        while b"last" not in received:
-            own.wait(20.0)
+        for data in sent:
+            assert other.send(own.address, data)
+        assert other.send(own.address, make)
+        assert other.send(own.address, b"last")
+        assert not other.flush()
+        assert other.wait(0.0)  # was woken, to flush
+        while not other.flush() or b"last" not in received:
+            own.wait(0.0)
             received += [message.data for message in own.take()]
-        woken.join()
-        assert set(received) == {data, b"last"}
+        assert received == [*sent, b"made", b"last"]
+        assert made[0] > 0, "it was made when its turn came"
+        assert own.num_bad_packets == 0
     finally:
         own.close()
         with pytest.raises(PeerGone):
-            other.send(own.address, b"x", 0.0)
+            other.send(own.address, b"x")
         other.close()
 
 
-def test_who_cannot_wait_is_not_held_up_by_who_waits_for_room() -> None:
-    """F5: behind a stopped peer. The message thread has other peers, too."""
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_what_waits_for_a_peer_is_bounded_and_may_be_replaced(size: int) -> None:
     own, other = Doorbell("own"), Doorbell("other")
-    outcomes: queue.SimpleQueue[type[Exception]] = queue.SimpleQueue()
-
-    def send_patiently() -> None:
-        try:
-            other.send(own.address, b"late", 20.0)
-        except TransferError as error:
-            outcomes.put(type(error))
-
-    waiting = threading.Thread(target=send_patiently)
     try:
-        with pytest.raises(TransferError, match="takes no messages"):  # noqa: PT012
-            while True:
-                other.send(own.address, bytes(30_000), 0.0)
-        waiting.start()
-        pipe = other._open[own.address]
-        wait_until_true(lambda: pipe._is_full, "somebody waits for room")
-        with pytest.raises(TransferError, match="takes no messages"):
-            other.send(own.address, b"now", 0.0)
-        other.forget(own.address)
-        assert waiting.is_alive()
-        own.wait(20.0)  # there is room
-        assert outcomes.get(timeout=20.0) is TransferError
-        waiting.join(20.0)
-        assert num_ends(own.address.inode) == 2  # the owner's
+        count = 0
+        while other.send(own.address, bytes(size)):
+            count += 1
+        assert count * size < 2 * MAX_WAITING_BYTES
+        assert not other.send(own.address, b"lost")
+        assert other.send(own.address, b"instead", alone=True)
+        assert other.send(own.address, b"last")
+        received: list[bytes] = []
+        while not other.flush() or b"last" not in received:
+            own.wait(0.0)
+            received += [message.data for message in own.take()]
+        assert received[-2:] == [b"instead", b"last"]
+        assert set(received[:-2]) == {bytes(size)}
+        assert len(received) < count
     finally:
         own.close()
         other.close()
-        waiting.join(20.0)
+
+
+def test_a_peer_that_is_gone_or_forgotten_leaves_no_descriptor() -> None:
+    own, other = Doorbell("own"), Doorbell("other")
+    try:
+        while other.send(own.address, bytes(30_000)):
+            pass
+        other.forget(own.address)
+        assert other.flush()
+        assert num_ends(own.address.inode) == 2  # the owner's
+        while other.send(own.address, bytes(30_000)):
+            pass
+        address = own.address
+        own.close()
+        assert other.flush()
+        assert num_ends(address.inode) == 0
+    finally:
+        own.close()
+        other.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -401,7 +414,7 @@ def test_packets_of_any_content_are_counted_and_end_nothing(seed: int) -> None:
             os.write(pipe, header.pack(1, 1, place, count) + rng.bytes(40))
         os.write(pipe, header.pack(1, 2, 0, 0xFFFF) + b"x")
         os.write(pipe, header.pack(1, 3, 0, 1) + b"\xff\xff" + b"x" * 100)  # a name of 65535 bytes
-        other.send(own.address, b"well", 1.0)
+        assert other.send(own.address, b"well")
         own.wait(20.0)
         assert (own.take() or [None])[-1] == Message("other", b"well")
         assert own.num_bad_packets > 0
@@ -427,7 +440,8 @@ def test_nobody_but_processes_of_this_user_reaches_a_doorbell() -> None:
             assert "PermissionError" in failed.stderr
         changes = [{"pid": 1}, {"start_time": 1}, {"fd": 0}, {"fd": -1}, {"fd": 10**6}, {"inode": 1}, {"pid": 2**40}]
         for change in changes:  # a recycled pid or descriptor, or a card that lies
-            other.ring(msgspec.structs.replace(own.address, **change))
+            with pytest.raises(PeerGone):
+                other.send(msgspec.structs.replace(own.address, **change), b"x")
         assert not own.wait(0.0)
         assert not other._open
     finally:

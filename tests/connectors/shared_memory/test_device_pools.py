@@ -15,6 +15,7 @@ from twin_pools import use_twin_pools
 from pdkv.connectors.arena.memory import ArenaAddress
 from pdkv.connectors.base import NO_MATCH, RequestView
 from pdkv.connectors.step_done import make_step_done
+from pdkv.connectors.transfer.digest import PoolDigests
 from pdkv.wire.messages import ChecksumMode
 
 torch.set_num_threads(1)
@@ -70,6 +71,26 @@ def test_what_lands_is_digested_behind_its_copy_in_one_wait(monkeypatch: pytest.
     assert loads_behind_a_late_step(recorded, "on")
     waits = Counter(call.function for call in recorded.calls if call.kind == "synchronize")
     assert waits == {"StreamStepDone.wait": 1, "await_copy": 1, "PoolDigests._device_digests": 1}  # at the source
+
+
+def test_a_load_whose_digests_cannot_be_made_ends_behind_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its blocks could be another request's while the device still writes there."""
+    recorded = use_recorded(monkeypatch)
+    use_twin_pools(monkeypatch)
+
+    def run_out_of_memory(*arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with closing_engines("cuda") as make:
+        prefill, decode = (make(name, kv_checksum="on") for name in "pd")
+        decode.meet(prefill.card)
+        request = hand_off(prefill)
+        monkeypatch.setattr(PoolDigests, "queue", run_out_of_memory)
+        decode.start(request, OWN, 0)
+        assert decode.outcome(request).code
+        then = decode.kv[OWN].clone()
+        recorded.finish_all()
+        assert torch.equal(decode.kv[OWN], then)
 
 
 def test_a_source_that_ends_while_it_is_copied_from_has_given_nothing(

@@ -28,6 +28,7 @@ from pdkv.router.http.request_size import RequestSize
 from pdkv.router.process import _Stopping
 
 COMPLETIONS = "/v1/completions"
+MAX_HEADERS = HttpLimits().max_headers
 PROMPT = b'{"model": "%s", "prompt": "x"}' % MODEL.encode()
 
 
@@ -174,26 +175,48 @@ def test_what_comes_behind_a_body_with_such_an_offer_is_no_part_of_it(behind: by
         (CHUNKED + b"no size", 400),
         (CHUNKED + b"0\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
         (CHUNKED + b"0\r\n" + b"x: y\r\n" * 200 + b"\r\n", 431),
+        (get("/health", *(f"x{i}: y" for i in range(MAX_HEADERS - 4)), UPGRADE), 200),
+        (post("/nowhere", b"{}", *(f"x{i}: y" for i in range(MAX_HEADERS - 5)), UPGRADE), 404),
+        (post("/nowhere", b"{}", *(f"x{i}: y" for i in range(MAX_HEADERS - 4)), UPGRADE), 431),
     ],
-    ids=["no body", "empty body", "large body", "large headers", "broken chunks", "long trailer", "many trailers"],
+    ids=[
+        "no body",
+        "empty body",
+        "large body",
+        "large headers",
+        "broken chunks",
+        "long trailer",
+        "many trailers",
+        "most headers",
+        "most headers and a body",
+        "one too many",
+    ],
 )
 def test_an_offer_of_another_protocol_changes_no_limit(request_bytes: bytes, status: int) -> None:
     assert exchange(request_bytes).status == status
 
 
-def test_a_url_that_is_none_is_said_to_be_the_reason() -> None:
-    reply = exchange(b"CONNECT evil:80 HTTP/1.1\r\nhost: x\r\n\r\n")
+@pytest.mark.parametrize("target", ["CONNECT evil:80", "GET http://host", "GET http://host?x=1", "GET http://"])
+@pytest.mark.parametrize("offer", ["", UPGRADE + "\r\n"], ids=["plain", "offer"])
+def test_a_url_that_is_none_is_said_to_be_the_reason(target: str, offer: str, caplog: pytest.LogCaptureFixture) -> None:
+    reply = exchange(f"{target} HTTP/1.1\r\nhost: x\r\n{offer}\r\n".encode())
+    assert "Traceback" not in caplog.text
     assert (reply.status, "URL" in reply.error()["message"]) == (400, True)
 
 
+@pytest.mark.parametrize(
+    ("place", "request_bytes"),
+    [("add_url", get("/health")), ("add_body", post(COMPLETIONS, PROMPT, UPGRADE))],
+    ids=["url", "body behind an offer"],
+)
 def test_a_defect_while_a_request_is_received_is_not_the_clients(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str, request_bytes: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(RequestSize, "add_url", lambda self, size: 1 // 0)
+    monkeypatch.setattr(RequestSize, place, lambda self, size: 1 // 0)
 
     async def main() -> Reply:
         async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
-            await client.send(get("/health"))
+            await client.send(request_bytes)
             return await client.reply()
 
     reply = run(main())
