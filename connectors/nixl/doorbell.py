@@ -187,7 +187,7 @@ class Doorbell:
                     raise PeerGone(f"process {address.pid} is gone, or shows no doorbell here")
                 outbox = self._open[address] = Outbox(fd, self._pack)
             self._open.move_to_end(address)
-            evicted = self._open.pop(self._to_evict()) if len(self._open) > MAX_OPEN else None
+            evicted = self._open.pop(self._to_evict(address)) if len(self._open) > MAX_OPEN else None
         if evicted is not None:
             evicted.close()
         try:
@@ -196,10 +196,10 @@ class Doorbell:
             self._drop(address, outbox)
             raise PeerGone(f"process {address.pid} is gone: {error.strerror}") from error
 
-    def _to_evict(self) -> DoorbellAddress:
-        """Whose bell was used least recently, of those for whom nothing waits, if there are some."""
+    def _to_evict(self, used: DoorbellAddress) -> DoorbellAddress:
+        """Whose bell was used least recently, of those for whom nothing waits, if there are some but the one in use."""
         oldest = next(iter(self._open))
-        return next((address for address in self._open if address not in self._full), oldest)
+        return next((address for address in self._open if address not in self._full and address != used), oldest)
 
     def _drop(self, address: DoorbellAddress, outbox: Outbox) -> None:
         """Nobody reads it; there may be another one by now."""

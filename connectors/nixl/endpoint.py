@@ -388,7 +388,7 @@ class NixlEndpoint:
         self.use_device()
         hot_until = next_tick = 0.0
         while not self._stopping:
-            busy = False
+            busy, all_sent = False, True
             try:
                 busy = self._receive()
                 while not self._posted.empty():
@@ -399,16 +399,16 @@ class NixlEndpoint:
                     next_tick = now + _TICK_S
                     for tick in self._ticks:
                         tick()
+                all_sent = self._doorbell.flush()
             except Exception:  # whatever it was, the next message is served
                 self._inbox.num_bad_messages += 1
                 logger.exception("agent %s", self._agent.name)
+            pause_s = _IDLE_PAUSE_S if all_sent else _FULL_PAUSE_S
             if busy:
-                hot_until = time.monotonic() + _HOT_S
-                continue
-            pause_s = _HOT_PAUSE_S if time.monotonic() < hot_until else _IDLE_PAUSE_S
-            if not self._doorbell.flush():
-                pause_s = min(pause_s, _FULL_PAUSE_S)
-            if self._doorbell.wait(pause_s):
+                pause_s = 0.0
+            elif time.monotonic() < hot_until:
+                pause_s = _HOT_PAUSE_S
+            if self._doorbell.wait(pause_s) or busy:
                 hot_until = time.monotonic() + _HOT_S
 
     def _receive(self) -> bool:
