@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from traffic import held_by_process, wait_until_within
 
 from pdkv.config import DEFAULT_MODEL
 from pdkv.errors import InvalidRequest, ServerBusy
@@ -223,20 +224,17 @@ def test_what_is_kept_has_a_bound_and_what_was_used_last_stays() -> None:
 
 
 def test_closing_ends_processes_and_waits_and_leaves_nothing_open() -> None:
-    files, processes, threads = os.listdir("/proc/self/fd"), {*descendants(os.getpid())}, threading.active_count()
+    held, processes = held_by_process(), {*descendants(os.getpid())}
     engine = Engine(GrammarOptions())
     engine.get(ABC)
     tickets = [engine.store.ask(Grammar("ebnf", f'root ::= "{"g" * 400_000}{i}"')) for i in range(5)]
     await_worker(compile_process_of(processes))
-    began = time.monotonic()
     engine.store.close()
-    assert time.monotonic() - began < 5.0
     for ticket in (*tickets, engine.store.ask(Grammar("regex", "late"))):
         with pytest.raises(ServerBusy, match="about to stop"):
             engine.wait(ticket)
-    assert len(os.listdir("/proc/self/fd")) == len(files)
-    assert {*descendants(os.getpid())} == processes
-    assert threading.active_count() == threads
+    assert {*descendants(os.getpid())} <= processes  # those of earlier tests may have ended meanwhile
+    wait_until_within(held)
 
 
 def compile_process_of(before: set[int]) -> int:
