@@ -247,7 +247,10 @@ def test_an_engine_that_is_killed_leaves_no_process() -> None:
     code = f"from {__name__.rpartition('.')[2]} import *; engine = Engine(GrammarOptions()); engine.get(ABC); "
     code += "engine.store.ask(SLOW); print(compile_process(), await_worker(compile_process()), flush=True); input()"
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as killed:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parent, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as killed:
         assert killed.stdout is not None
         pids = [os.pidfd_open(int(pid)) for pid in killed.stdout.readline().split()]
         killed.kill()
