@@ -1,5 +1,6 @@
 """The store and its processes: what grammars cost, and that none of them, however hostile, costs anybody else."""
 
+import contextlib
 import json
 import os
 import select
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from traffic import held_by_process, wait_until_within
+from traffic import held_by_process, wait_until_true, wait_until_within
 
 from pdkv.config import DEFAULT_MODEL
 from pdkv.errors import InvalidRequest, ServerBusy
@@ -57,9 +58,10 @@ class Engine:
 def descendants(pid: int) -> list[int]:
     """Processes below this one, parents first; the order changes when a thread that started one ends."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *descendants(child)]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile, or a thread of it
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *descendants(child)]
     return found
 
 
@@ -74,8 +76,9 @@ def await_worker(host: int) -> int:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         for pid in descendants(host):
-            if sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) > 10:  # ticks of 10 ms
-                return pid
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                if sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) > 10:  # ticks of 10 ms
+                    return pid
         threading.Event().wait(0.02)
     raise AssertionError("there is no worker")
 
@@ -233,7 +236,7 @@ def test_closing_ends_processes_and_waits_and_leaves_nothing_open() -> None:
     for ticket in (*tickets, engine.store.ask(Grammar("regex", "late"))):
         with pytest.raises(ServerBusy, match="about to stop"):
             engine.wait(ticket)
-    assert {*descendants(os.getpid())} <= processes  # those of earlier tests may have ended meanwhile
+    wait_until_true(lambda: {*descendants(os.getpid())} <= processes, "its processes have ended")
     wait_until_within(held)
 
 
