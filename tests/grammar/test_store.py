@@ -58,10 +58,11 @@ class Engine:
 def descendants(pid: int) -> list[int]:
     """Processes below this one, parents first; the order changes when a thread that started one ends."""
     found: list[int] = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile, or a thread of it
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [child, *descendants(child)]
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for child in map(int, (task / "children").read_text().split()):
+                    found += [child, *descendants(child)]
     return found
 
 
