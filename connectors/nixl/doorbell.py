@@ -15,8 +15,7 @@ import select
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,8 +25,6 @@ from pdkv.errors import PeerGone
 from pdkv.host.process_info import process_start_time
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_OPEN = 256
 """Peers whose bells are kept open."""
@@ -121,15 +118,16 @@ class Doorbell:
         Raises:
             PeerGone: nobody is there (any more).
         """
-
-        def put(outbox: Outbox) -> bool:
+        outbox = self._outbox(address)
+        try:
             is_taken = outbox.put(message, alone=alone)
-            if not outbox.is_empty and self._full.get(address) is not outbox:
-                self._full[address] = outbox
-                self.wake()  # who flushes
-            return is_taken
-
-        return self._use(address, put)
+        except OSError as error:
+            self._drop(address, outbox)
+            raise PeerGone(f"process {address.pid} is gone: {error.strerror}") from error
+        if not outbox.is_empty and self._full.get(address) is not outbox:
+            self._full[address] = outbox
+            self.wake()  # who flushes
+        return is_taken
 
     def flush(self) -> bool:
         """Send what waits, as far as there is room. Returns whether nothing waits any more. For one thread."""
@@ -175,8 +173,8 @@ class Doorbell:
         if not self._assembly.add(os.read(self._read_fd, _PACKET_BYTES)):
             self.num_bad_packets += 1
 
-    def _use(self, address: DoorbellAddress, call: Callable[[Outbox], T]) -> T:
-        """Call with a peer's outbox. Raises PeerGone."""
+    def _outbox(self, address: DoorbellAddress) -> Outbox:
+        """A peer's. Raises PeerGone."""
         with self._lock:
             if self._closed:
                 raise PeerGone("the own doorbell is closed")
@@ -190,11 +188,7 @@ class Doorbell:
             evicted = self._open.pop(self._to_evict(address)) if len(self._open) > MAX_OPEN else None
         if evicted is not None:
             evicted.close()
-        try:
-            return call(outbox)
-        except OSError as error:
-            self._drop(address, outbox)
-            raise PeerGone(f"process {address.pid} is gone: {error.strerror}") from error
+        return outbox
 
     def _to_evict(self, used: DoorbellAddress) -> DoorbellAddress:
         """Whose bell was used least recently, of those for whom nothing waits, if there are some but the one in use."""
