@@ -21,7 +21,7 @@ from faults.moments import admin_of, go_on, is_there, requests_of
 from faults.run import run_one, site_of
 from kills import FEW_TOKENS
 from prometheus_client.parser import text_string_to_metric_families
-from traffic import Ask, stop_process, wait_for_rest, wait_until_true
+from traffic import Ask, stop_process, wait_for_engines, wait_for_rest
 
 BACKENDS = ("shared_memory", "p2p", "nixl pull", "store redis")
 """`test_migration.py` and `test_nixl.py` have kills over the other mode of NIXL."""
@@ -87,8 +87,9 @@ def test_a_prompt_is_computed_once_where_decode_dies_between_hand_off_and_load(
     """Another decode engine loads it, from the lease or the store."""
     deployment, number = site.deployment, len(PROMPTS) - 1
     before = prompt_tokens(deployment)
+    pids = deployment.pids()
     victim, survivor = asyncio.run(kill_before_the_load(site, number, expected[number]))
-    wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
+    wait_for_engines(deployment, [pids[victim]])
     wait_for_rest(deployment)
     after = prompt_tokens(deployment)
 

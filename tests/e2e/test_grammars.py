@@ -7,9 +7,8 @@ from typing import Any
 import jsonschema
 import pytest
 from deployments import Launch, Running
-from faults.replies import STREAM, Reply, ask_all, compare
-from kills import num_migrations
-from traffic import wait_for_rest, wait_until_true
+from faults.replies import STREAM, Reply, ask_all, kill_all_decodes
+from traffic import wait_for_rest
 
 WORD = {"type": "string", "pattern": "^[a-d]{4,9}$"}
 SCHEMA = {
@@ -50,19 +49,11 @@ def check_shapes(replies: dict[str, Reply]) -> None:
     assert replies["no shape"].reasons == {0: "length"}
 
 
-def kill_all_decodes(deployment: Running, expected: dict[str, Reply], kill_at: int) -> None:
-    """With that event of all streams together; the answers are what they are undisturbed.
-
-    Where the engines have made all tokens before this process has read so many, it is done again with half of them.
-    """
-    before = num_migrations(deployment)
-    while num_migrations(deployment) == before:
-        assert kill_at, "the engines are always done first"
-        victims = [pid for engine, pid in deployment.pids().items() if engine.startswith("decode")]
-        compare(asyncio.run(ask_all(deployment, CASES, f"kill at {kill_at}", kill_at, victims)), expected)
-        wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
-        wait_for_rest(deployment)
+def kill_amid_streams(deployment: Running, expected: dict[str, Reply], kill_at: int) -> None:
+    """With that event; where the engines have made all tokens by then, again with half of it."""
+    while not kill_all_decodes(deployment, CASES, expected, kill_at, f"kill at {kill_at}"):
         kill_at //= 2
+        assert kill_at, "the engines are always done first"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +72,7 @@ def test_a_kill_in_the_middle_of_an_object_changes_no_byte(launch: Launch, flags
     check_shapes(expected)
     wait_for_rest(deployment)
     for kill_at in (5, 60 * len(CASES)):
-        kill_all_decodes(deployment, expected, kill_at)
+        kill_amid_streams(deployment, expected, kill_at)
 
 
 def test_a_wrong_grammar_is_a_400_and_harms_nobody(launch: Launch) -> None:

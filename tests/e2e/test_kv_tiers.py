@@ -20,7 +20,7 @@ from equality import (
 )
 from nixl_rig import needs_nixl
 from serving_checks import Books, complete_all, read_books, settled_books
-from traffic import wait_until_true
+from traffic import wait_for_engines
 
 ONE_OF_EACH = ("--prefill", "1", "--decode", "1")
 PATIENT = ("--connector-config", "store.lookup_timeout_s=20", "store.min_hit_tokens=1")
@@ -44,15 +44,10 @@ def tier_hits(deployment: Running) -> dict[str, int]:
 
 def kill_engines(deployment: Running) -> None:
     """All of them at once, by SIGKILL; returns when others are there and nothing is counted."""
-    before = deployment.pids()
-    for pid in before.values():
+    killed = [*deployment.pids().values()]
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
-
-    def others_are_there() -> bool:
-        engines = deployment.get("/topology").json()["engines"]
-        return all(e["state"] == "ready" and e["pid"] != before[e["name"]] for e in engines)
-
-    wait_until_true(others_are_there, "both engines are there again", 60)
+    wait_for_engines(deployment, killed)
     settled_books(deployment, lambda now: now.total("prefill") == now.total("decode") == 0)
 
 

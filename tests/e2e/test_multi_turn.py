@@ -14,7 +14,7 @@ import httpx
 import pytest
 from deployments import Running, launches
 from serving_checks import Books, complete_all, read_books, serve_directory, settled_books
-from traffic import wait_until_true
+from traffic import wait_for_engines
 
 from pdkv import LLM, SamplingParams
 
@@ -87,7 +87,7 @@ def kill(deployment: Running, name: str) -> None:
     """kill -9 of an engine; returns when the next incarnation is ready."""
     pid = deployment.pids()[name]
     os.kill(pid, signal.SIGKILL)
-    wait_until_true(lambda: deployment.pids()[name] not in (None, pid), f"{name} is back")
+    wait_for_engines(deployment, [pid])
 
 
 def change_roles(deployment: Running, roles: Sequence[tuple[str, str]]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from deployments import Launch
 from kills import FEW_TOKENS
-from traffic import Answer, Ask, client_of, send_all, wait_until_true
+from traffic import Answer, Ask, client_of, send_all, wait_for_engines
 
 POISON = [77] * 8
 """How the prompts begin that no engine survives."""
@@ -64,4 +64,4 @@ def test_of_three_prompts_that_end_real_engines_and_30_others_those_three_fail(l
         error = answers[id(poison)].error
         assert error is not None
         assert error["code"] == "kills_engines", error
-    wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
+    wait_for_engines(deployment)

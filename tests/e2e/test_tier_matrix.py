@@ -22,7 +22,7 @@ from serving_checks import Books, settled_books
 from small_models import FEATURES
 from store_servers import StoreServer
 from tier_rows import TIERS, TierRow, Tiers, all_pairs, pairs_of, tier_rows
-from traffic import wait_until_true
+from traffic import wait_for_engines
 
 DECODE_BLOCKS = 120
 """A decode engine evicts, too, but seldom preempts."""
@@ -51,17 +51,12 @@ def count_by_tier(deployment: Running, tiers: Tiers, name: str) -> dict[str, int
 
 def kill_all(deployment: Running, server: StoreServer | None) -> None:
     """kill -9 of every engine and of the server; returns when others are there and nothing is counted."""
-    before = deployment.pids()
-    for pid in before.values():
+    killed = [*deployment.pids().values()]
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
     if server is not None:
         server.restart()
-
-    def others_are_there() -> bool:
-        engines = deployment.get("/topology").json()["engines"]
-        return all(e["state"] == "ready" and e["pid"] != before[e["name"]] for e in engines)
-
-    wait_until_true(others_are_there, "all engines are there again", 60)
+    wait_for_engines(deployment, killed)
     settled_books(deployment, lambda now: now.total("prefill") == now.total("decode") == 0)
 
 

@@ -170,6 +170,7 @@ def test_memory_of_a_router_that_was_killed_lately_is_not_judged() -> None:
 
 def test_backends_are_selected_by_name_and_by_first_word() -> None:
     assert select(["store_redis", "nixl"]) == ["store redis", *(name for name in BACKENDS if name.startswith("nixl"))]
+    assert select(["p2p"]) == ["p2p"]
     assert len(select([])) > 5
     with pytest.raises(ValueError, match="'teleport'"):
         select(["teleport"])

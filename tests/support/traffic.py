@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -178,6 +178,25 @@ def wait_until_true(check: Callable[[], Any], what: str, bound_s: float = BOUND_
         assert time.monotonic() < deadline, f"not within {bound_s} s: {what}"
         time.sleep(0.01)  # leaves the processor to what is waited for
     return answer
+
+
+def wait_for_engines(deployment: Running, killed: Container[int] = ()) -> None:
+    """Return when every engine is ready, and none of them is one of the killed processes: the router may not have
+    missed them yet.
+    """
+    wait_until_true(lambda: engines_are_there(deployment, killed), "all engines are there")
+
+
+def engines_are_there(deployment: Running, killed: Container[int] = ()) -> bool:
+    """Whether every engine is ready and its process runs and is none of the killed ones."""
+    engines = deployment.get("/topology").json()["engines"]
+    return all(e["state"] == "ready" and e["pid"] not in killed and _runs(e["pid"]) for e in engines)
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 def wait_for_rest(deployment: Running) -> None:

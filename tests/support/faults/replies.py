@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 from deployments import Running
 from kills import FEW_TOKENS, KILLS_BOUND_S, num_migrations
-from traffic import client_of, wait_for_rest, wait_until_true
+from traffic import client_of, wait_for_engines, wait_for_rest, wait_until_true
 
 PROMPT = "A request outlives the engines that serve it. " * 3
 NUM_OUTPUT = 160
@@ -86,22 +86,13 @@ async def ask_all(
     deployment: Running,
     cases: dict[str, dict[str, Any]],
     salt: str,
-    kill_at: int = -1,
-    victims: Sequence[int] = (),
+    on_event: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Reply]:
-    """All cases at once; the victims are killed with the event of that number."""
-    num_events = 0
-
-    def on_event() -> None:
-        nonlocal num_events
-        num_events += 1
-        if num_events == kill_at:
-            for pid in victims:
-                os.kill(pid, signal.SIGKILL)
-
+    """All cases at once; the events of all streams together are numbered from 1."""
+    numbers = itertools.count(1)
     async with client_of(deployment) as client:
         replies = await asyncio.gather(
-            *(ask(client, fields, f"{salt}: {name}", on_event) for name, fields in cases.items())
+            *(ask(client, fields, f"{salt}: {name}", lambda: on_event(next(numbers))) for name, fields in cases.items())
         )
     return dict(zip(cases, replies, strict=True))
 
@@ -134,21 +125,35 @@ def compare(replies: dict[str, Reply], expected: dict[str, Reply]) -> None:
         assert mine.roles == right.roles, name
 
 
-def check_kill(deployment: Running, cases: dict[str, dict[str, Any]], expected: dict[str, Reply], kill_at: int) -> None:
+def kill_all_decodes(
+    deployment: Running, cases: dict[str, dict[str, Any]], expected: dict[str, Reply], kill_at: int, salt: str
+) -> int:
     """Kill all decode engines with the event of that number: no reply shows it, and the engines come back.
 
-    Engines are further than who reads: a kill that came when they had made all tokens is repeated.
+    Returns how many generations went on elsewhere. Engines are further than who reads: it is 0 where they had made all
+    tokens by then, and where there were not so many events.
     """
-    attempts = itertools.count()
+    before = num_migrations(deployment)
+    victims = [pid for engine, pid in deployment.pids().items() if engine.startswith("decode")]
+    killed: list[int] = []
 
-    def kill() -> bool:
-        before = num_migrations(deployment)
-        victims = [pid for engine, pid in deployment.pids().items() if engine.startswith("decode")]
-        salt = f"kill at {kill_at}, {next(attempts)}"
-        compare(asyncio.run(ask_all(deployment, cases, salt, kill_at, victims)), expected)
-        wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
-        assert not set(deployment.pids().values()) & set(victims)
-        wait_for_rest(deployment)
-        return num_migrations(deployment) > before
+    def kill(number: int) -> None:
+        if number == kill_at:
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            killed.extend(victims)
 
-    wait_until_true(kill, "a kill amid streams", KILLS_BOUND_S)
+    compare(asyncio.run(ask_all(deployment, cases, salt, kill)), expected)
+    wait_for_engines(deployment, killed)
+    wait_for_rest(deployment)
+    return num_migrations(deployment) - before
+
+
+def check_kill(deployment: Running, cases: dict[str, dict[str, Any]], expected: dict[str, Reply], kill_at: int) -> None:
+    """`kill_all_decodes` again and again, until one comes amid the generations."""
+    salts = (f"kill at {kill_at}, {attempt}" for attempt in itertools.count())
+    wait_until_true(
+        lambda: kill_all_decodes(deployment, cases, expected, kill_at, next(salts)),
+        "a kill amid streams",
+        KILLS_BOUND_S,
+    )

@@ -12,7 +12,7 @@ import msgspec
 from deployments import Launch, Running
 from prometheus_client.parser import text_string_to_metric_families
 from soak.backends import choose, extra_flags
-from traffic import wait_for_rest, wait_until_true
+from traffic import engines_are_there, wait_for_rest, wait_until_true
 
 from faults.cells import LIMITED, Build, Cell
 from faults.inject import Site, Strike, inject
@@ -94,7 +94,7 @@ def count(load: Load, strike: Strike, expected: Sequence[list[int]], outcome: Ou
 def is_well(deployment: Running) -> bool:
     """Whether every engine is there."""
     with contextlib.suppress(httpx.TransportError):
-        return all(deployment.pids().values()) and deployment.get("/health").status_code == 200
+        return engines_are_there(deployment) and deployment.get("/health").status_code == 200
     return False
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from deployments import Launch, Running
 from soak.backends import choose, extra_flags
-from traffic import wait_for_rest, wait_until_true
+from traffic import wait_for_engines, wait_for_rest
 
 from faults.replies import CASES, NUM_OUTPUT, PROMPT, SAMPLED, STREAM, Reply, ask_each, compare
 from faults.run import CONNECTOR, Outcome, counters_of
@@ -82,7 +82,7 @@ def _kill_amid(running: Running, cases: Cases, salt: str, expected: Mapping[str,
         except AssertionError as error:
             outcome.wrong += 1
             outcome.errors.append(f"{name}: {error}"[:300])
-    wait_until_true(lambda: all(running.pids().values()), "all engines are back")
+    wait_for_engines(running)
     after = counters_of(running)
     for counter, count in after.items():
         outcome.counters[counter] = outcome.counters.get(counter, 0) + max(0, count - before[counter])

@@ -99,10 +99,13 @@ def extra_flags(name: str) -> list[str]:
 
 
 def select(words: Sequence[str]) -> list[str]:
-    """Backends by name, "_" for a space, or by its first word ("store", "nixl"). Raises ValueError for others."""
+    """Backends by name, "_" for a space; a first word that is no name ("store", "nixl") means all that begin with it.
+    Raises ValueError for others.
+    """
     selected: list[str] = []
     for word in words:
-        found = [name for name in BACKENDS if word in (name, name.replace(" ", "_"), name.split()[0])]
+        found = [name for name in BACKENDS if word in (name, name.replace(" ", "_"))]
+        found = found or [name for name in BACKENDS if word == name.split()[0]]
         if not found:
             raise ValueError(f"no backend {word!r}; there are {', '.join(BACKENDS)}")
         selected += [name for name in found if name not in selected]
