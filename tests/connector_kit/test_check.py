@@ -39,7 +39,7 @@ SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
     ("multi", {}),
     ("multi", {"connectors": "shared_memory,p2p"}),
     ("pdkv_sqlite:SQLiteConnector", {"path": "{directory}/kv.db"}),
-    ("pdkv_sockets:SocketConnector", {"timeout_s": "0.8"}),
+    ("pdkv_sockets:SocketConnector", {"timeout_s": "2"}),
 ]
 
 SERVERS: Mapping[str, Callable[[], AbstractContextManager[str]]] = {

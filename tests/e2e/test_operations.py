@@ -15,7 +15,7 @@ import psutil
 import pytest
 from deployments import Launch, Running
 from steady_load import PROMPTS, check_whole, steady_load
-from traffic import Answer, Ask, client_of, send, wait_until_true
+from traffic import Answer, Ask, client_of, send, stopped, wait_until_true
 
 PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 COMMANDS = [
@@ -52,6 +52,7 @@ def test_the_commands_of_the_page_in_turn_lose_nothing(launch: Launch) -> None:
     outputs: dict[str, str] = {}
     with steady_load(deployment) as load:
         for command in rest:
+            wait_until_true(lambda: not any(e["suspect"] for e in topology(deployment)), "nobody is starved")
             outputs[command] = pd(deployment, *shlex.split(command)[1:])
             load.wait_for_answers(3)
             if command == "pd scale --decode 2":
@@ -118,15 +119,17 @@ def test_a_stop_under_load_answers_what_has_begun(launch: Launch) -> None:
     async def stop_under_load() -> tuple[list[Answer], Answer]:
         async with client_of(deployment) as client:
             answers = [asyncio.create_task(send(client, ask)) for ask in asks]
-            while (await client.get("/topology")).json()["engines"][1]["requests"] < len(asks):
-                pass
-            deployment.process.send_signal(signal.SIGTERM)
-            line = await asyncio.to_thread(
-                deployment.wait_for_line, r"router: stopping: (\d+) requests still run, at most 60 s"
-            )
-            assert int(line[1]) == len(asks)
-            assert (await client.get("/health")).json()["error"]["code"] == "draining"
-            late = await send(client, Ask("late", 5))
+            async with asyncio.timeout(60):
+                while (await client.get("/topology")).json()["engines"][1]["requests"] < len(asks):
+                    await asyncio.sleep(0)
+            with stopped(deployment.pids()["decode-0"]):  # none of them ends meanwhile
+                deployment.process.send_signal(signal.SIGTERM)
+                line = await asyncio.to_thread(
+                    deployment.wait_for_line, r"router: stopping: (\d+) requests still run, at most 60 s"
+                )
+                assert int(line[1]) == len(asks)
+                assert (await client.get("/health")).json()["error"]["code"] == "draining"
+                late = await send(client, Ask("late", 5))
             return await asyncio.gather(*answers), late
 
     answers, late = asyncio.run(stop_under_load())

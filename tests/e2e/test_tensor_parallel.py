@@ -55,7 +55,7 @@ def test_a_hand_off_between_engines_of_unequal_ranks(workload: Workload) -> None
 @pytest.fixture(scope="module")
 def deployment(module_launch: Launch) -> Running:
     """Its engine is killed again and again."""
-    return module_launch(*TWO_RANKS, "--rank-timeout-s", "2")
+    return module_launch(*TWO_RANKS, "--rank-timeout-s", "5")
 
 
 def ranks_of(deployment: Running) -> list[int]:
@@ -99,7 +99,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_at_its_deadline(deployment: Runn
     reply = deployment.complete(PROMPT, max_tokens=12)
     assert reply.status_code in (200, 503), reply.text  # the next incarnation answers it, or it failed clearly
     deployment.wait_for_line(r"engine-0: the engine stops: .*(Timed out|in time)")
-    deployment.wait_for_line(r"router: engine-0 is ready")
+    deployment.wait_for_line(rf"router: engine-0 is ready \(pid (?!{before[0]}\b)")
     assert not set(before) & set(ranks_of(deployment))
     assert answer(deployment) == expected
 
@@ -109,7 +109,8 @@ def test_a_stop_ends_all_ranks_without_a_complaint(launch: Launch) -> None:
     deployment = launch(*TWO_RANKS, "--start-method", "spawn")
     assert len(answer(deployment)) == 12
     assert deployment.stop() == 0
-    assert not [line for line in deployment.lines if "ERROR" in line or "WARNING" in line], deployment.log
+    behind = deployment.lines[next(i for i, line in enumerate(deployment.lines) if "launcher: stopping" in line) :]
+    assert not [line for line in behind if "ERROR" in line or "WARNING" in line], deployment.log
 
 
 def test_a_killed_launcher_leaves_no_rank(launch: Launch) -> None:

@@ -15,6 +15,9 @@ Open = Callable[..., KVStore]
 """open_(url, **options) -> store, closed at the end of the test."""
 
 SERVERS = ("redis", "redis_tcp", "redis_tls", "lmcache", "mooncake", "s3")
+SCHEMES = ("redis", "rediss", "redis+unix", "unix", "lmcache", "mooncake", "s3")
+"""Of servers, which on a busy machine may take longer than an engine would wait for them."""
+
 KINDS = ("memory", "host", "file", "tiers", *(pytest.param(name, marks=pytest.mark.processes) for name in SERVERS))
 
 
@@ -23,6 +26,8 @@ def open_() -> Iterator[Open]:
     stores: list[KVStore] = []
 
     def open_and_keep(url: str, **options: str) -> KVStore:
+        if url.partition("://")[0] in SCHEMES:
+            options = {"operation_timeout_s": "60", **options}
         stores.append(open_store(url, options))
         return stores[-1]
 

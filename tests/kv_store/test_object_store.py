@@ -96,7 +96,7 @@ def num_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_long_prefix_is_found_in_few_requests(num_heads: list[int]) -> None:
     keys = [b"%d" % number for number in range(500)]
-    with s3_server() as url, open_store(url) as store:
+    with s3_server() as url, open_store(url, {"operation_timeout_s": "60"}) as store:
         assert store.count_prefixes([keys])[0] == 0
         assert num_heads == [8]
         store.put([(key, memoryview(b"value")) for key in keys[:137]])

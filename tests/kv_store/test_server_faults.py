@@ -6,19 +6,16 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import pytest
-from store_servers import LMCacheServer, MooncakeServer, RedisServer, S3Server, StoreServer, hold_port
+from store_servers import LMCacheServer, MooncakeServer, RedisServer, S3Server, StoreServer, hold_port, in_time
 
 from pdkv.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
 
 Open = Callable[..., KVStore]
-Result = TypeVar("Result")
 SIZE = 100_000
 _WAIT_S = 20
 
@@ -67,17 +64,6 @@ def get(store: KVStore, key: bytes) -> bool:
     return found
 
 
-def in_time(call: Callable[..., Result], *arguments: object) -> Result:
-    """Call again as long as the deadline passes: a server that has just started or goes on may be late."""
-    deadline = time.monotonic() + _WAIT_S
-    while True:
-        try:
-            return call(*arguments)
-        except StoreTimeout:
-            if time.monotonic() > deadline:
-                raise
-
-
 CALLS: dict[str, Callable[[KVStore], object]] = {
     "contains": lambda store: store.contains([b"a"]),
     "get": lambda store: get(store, b"a"),
@@ -110,7 +96,8 @@ def test_a_restart_of_the_server_is_not_seen_by_its_users(server: StoreServer, s
     assert in_time(get, store, b"before")
 
 
-def test_a_dead_server_is_unavailable_until_it_is_back(server: StoreServer, store: KVStore) -> None:
+def test_a_dead_server_is_unavailable_until_it_is_back(server: StoreServer, open_: Open) -> None:
+    store = open_(server.url, operation_timeout_s="5")
     in_time(put, store, b"a")
     server.kill()
     try:

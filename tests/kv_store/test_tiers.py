@@ -41,7 +41,7 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture
 def tiers(server: RedisServer, tmp_path: Path) -> Iterator[TieredStore]:
     """Memory, Redis, files. What failed rests until the end of the test."""
-    redis = RedisStore(server.url, StoreOptions(operation_timeout_s=1, connect_timeout_s=1))
+    redis = RedisStore(server.url, StoreOptions(operation_timeout_s=20, connect_timeout_s=20))
     with TieredStore([MemoryStore("tiers"), redis, FileStore(tmp_path)], retry_after_s=1000) as store:
         yield store
 
@@ -127,6 +127,7 @@ def test_a_dead_tier_costs_nobody_a_hit_and_is_counted(tiers: TieredStore, serve
 
 
 def test_a_stopped_tier_is_waited_for_once(tiers: TieredStore, server: RedisServer) -> None:
+    tiers.tiers[1].store = RedisStore(server.url, StoreOptions(operation_timeout_s=1, connect_timeout_s=1))
     with server.stopped():
         for _ in range(20):
             assert get(tiers, b"a") == [False]
@@ -149,11 +150,11 @@ def test_a_tier_that_is_back_is_used_again(server: RedisServer, tmp_path: Path) 
 
 def test_if_all_tiers_fail_the_error_is_told(server: RedisServer) -> None:
     options = StoreOptions(operation_timeout_s=0.2, connect_timeout_s=0.2)
-    with TieredStore([RedisStore(server.url, options), RedisStore(server.url, options)]) as store:
-        with server.stopped():
-            for _ in range(2):  # also while all of them rest
-                with pytest.raises(StoreTimeout):
-                    get(store, b"a")
+    with TieredStore([RedisStore(server.url, options), RedisStore(server.url, options)]) as store, server.stopped():
+        for _ in range(2):  # also while all of them rest
+            with pytest.raises(StoreTimeout):
+                get(store, b"a")
+    with TieredStore([RedisStore(server.url), RedisStore(server.url)]) as store:
         server.kill()
         with pytest.raises(StoreUnavailable):
             store.put(items(b"a"))

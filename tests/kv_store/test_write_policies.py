@@ -126,7 +126,7 @@ def test_what_is_there_already_is_not_written_again(store: TieredStore, lower: L
     lower.put([(key(1), value(1))])
     get(store, 1, 2)
     lower.await_keys(key(2))
-    assert store.tiers[1].num_backfilled == 1
+    wait_until_true(lambda: store.tiers[1].num_backfilled == 1, "it is counted")
     get(store, 1, 2)
     put(store, 3)
     get(store, 3)

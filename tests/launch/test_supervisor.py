@@ -66,6 +66,7 @@ class Deck:
             self.routers.append(spec)
             return start("router", ack_fd)
 
+        monkeypatch.setattr(module, "_LAST_WORD_S", 20.0)
         monkeypatch.setattr(module, "spawn_engine", spawn_engine)
         monkeypatch.setattr(module, "spawn_router", spawn_router)
         engines = [

@@ -207,7 +207,7 @@ import sys, torch
 from rank_threads import join_over_gloo
 from torch.distributed import FileStore
 from pdkv.models.shard import Shard
-ranks = join_over_gloo(Shard(1, 2), FileStore(sys.argv[1], 2), 30.0)
+ranks = join_over_gloo(Shard(1, 2), FileStore(sys.argv[1], 2), 120.0)
 ranks.all_reduce(torch.ones(3))
 print("met", flush=True)
 sys.stdin.read()
@@ -223,7 +223,7 @@ def test_a_rank_whose_process_is_killed_is_gone(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None
         try:
-            ours = join_over_gloo(Shard(0, 2), FileStore(path, 2), 30.0)
+            ours = join_over_gloo(Shard(0, 2), FileStore(path, 2), 120.0)
             assert torch.equal(ours.all_reduce(torch.ones(3)), torch.full((3,), 2.0))
             assert other.stdout.readline() == "met\n"
             other.kill()

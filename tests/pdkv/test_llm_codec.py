@@ -24,7 +24,8 @@ LOSSY = tuple(name for name in CODECS.shipped if CODECS.load(name).lossy)
 
 
 def make_llm(connector: str = "store", **options: str) -> LLM:
-    return LLM(connector=connector, connector_config=options, kv_cache_memory=32 << 20, threads=1)
+    config = {"lookup_timeout_s": "60", **options} if connector == "store" else options
+    return LLM(connector=connector, connector_config=config, kv_cache_memory=32 << 20, threads=1)
 
 
 def found(llm: LLM) -> int:

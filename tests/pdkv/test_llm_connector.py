@@ -38,7 +38,7 @@ def answers_of(llm: LLM) -> tuple[list[str], list[int]]:
     [("shared_storage", {"path": "{}"}), ("store", {"url": "file://{}"}), ("store", {"url": "memory://llm,file://{}"})],
 )
 def test_what_one_has_computed_another_one_loads(connector: str, options: dict[str, str], tmp_path: Path) -> None:
-    options = {name: value.format(tmp_path / "kv") for name, value in options.items()}
+    options = {name: value.format(tmp_path / "kv") for name, value in options.items()} | {"lookup_timeout_s": "60"}
     with make_llm(connector, **options) as first:
         assert answers_of(first) == (ANSWERS, [0, 0, 0])
         with make_llm(connector, **options) as second:  # all is saved when `generate` returns
@@ -63,7 +63,7 @@ def test_a_damaged_file_is_computed_again(tmp_path: Path) -> None:
     for file in tmp_path.rglob("*"):
         if file.is_file():
             file.write_bytes(bytes(file.stat().st_size))
-    with make_llm("shared_storage", path=str(tmp_path)) as llm:
+    with make_llm("shared_storage", path=str(tmp_path), lookup_timeout_s="60") as llm:
         assert answers_of(llm) == (ANSWERS, [0, 0, 0])
 
 
@@ -97,6 +97,7 @@ def test_a_save_that_does_not_end_does_not_hold_generate_for_ever(
         assert StuckStore.begun.is_set()
         assert "saves have not ended within 0.2 s" in caplog.text
         StuckStore.may_go_on.set()
+        monkeypatch.setattr(engine_module, "SAVE_TIMEOUT_S", 60.0)
         assert answers_of(llm)[0] == ANSWERS  # it goes on
         assert llm._engine.core.external.is_idle
 

@@ -1,7 +1,8 @@
 """Forty prompts over HTTP against any topology: the expected tokens, and books that add up."""
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,8 @@ def run_all(deployment: Running, workload: Workload) -> Books:
     again = books.num_moved * max(len(e.prompt) + len(e.output) for e in workload.expected)
     surpluses = {role: books.total(role) - num_tokens for role in books.roles}
     assert all(0 <= surplus <= again for surplus in surpluses.values()), (surpluses, books, deployment.log)
-    assert "KV load from" not in deployment.log[told:], deployment.log  # the router's word for a hand-off that failed
+    failed = re.search(r"KV load from \S+ to (?!prefill)", deployment.log[told:])  # of a hand-off; a loan may be late
+    assert failed is None, deployment.log
     computed = sum(books.sources(role)[s] for role in ("prefill", "any") for s in ("computed", "recomputed"))
     num_cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
     if not books.num_moved:  # a moved request's may be its whole prompt
@@ -135,18 +137,28 @@ def check_undisturbed(books: Books) -> None:
     for role in ("prefill", "decode", "any"):
         assert books.of("preemptions", role) == 0, books
         assert books.sources(role)["recomputed"] == 0, books
-        assert books.of("kv_load_failures", role) == 0, books
+        assert books.of("kv_load_failures", role) <= (books.num_late_loans if role != "decode" else 0), books
 
 
 def run_until_preempted(deployment: Running, workload: Workload) -> None:
-    """Passes, two or more, until both sides were short of blocks; decode may be short of nothing else.
+    """Passes, two or more, until both sides were short of blocks; decode may be short of nothing else."""
+
+    def take_pass() -> Books:
+        books = run_all(deployment, workload)
+        check_decode_computed_nothing(books)
+        return books
+
+    until_preempted(take_pass, "prefill", "decode", least=2)
+
+
+def until_preempted(take_pass: Callable[[], Books], *roles: str, least: int = 1) -> None:
+    """Passes, so many or more, until engines of all these roles were short of blocks.
 
     How many requests meet on an engine is a matter of the machine's speed, so no single pass has to preempt.
     """
     passes: list[Books] = []
     for _ in range(MAX_PASSES):
-        passes.append(run_all(deployment, workload))
-        check_decode_computed_nothing(passes[-1])
-        if len(passes) > 1 and all(sum(b.of("preemptions", role) for b in passes) for role in ("prefill", "decode")):
+        passes.append(take_pass())
+        if len(passes) >= least and all(sum(books.of("preemptions", role) for books in passes) for role in roles):
             return
     pytest.fail(f"one side was never short of blocks: {passes}")

@@ -13,6 +13,8 @@ import httpx
 from deployments import Running, write_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdkv.errors import TransferTimeout
+
 REQUEST_BOUND_S = 300.0
 REST_BOUND_S = 60.0
 POLL_S = 0.02
@@ -52,7 +54,7 @@ def complete_all(deployment: Running, bodies: Sequence[dict[str, Any]]) -> list[
 
 @dataclass(frozen=True)
 class Books:
-    """What the engines of a deployment counted since some moment, and the router's moves."""
+    """What the engines of a deployment counted since some moment, and the router's moves and late loans."""
 
     counts: Metrics
 
@@ -78,8 +80,22 @@ class Books:
         """Requests that the router took off engines that seemed to be stuck, as starved ones do on a busy machine."""
         return self.of("moves", ROUTER)
 
+    @property
+    def num_late_loans(self) -> int:
+        """What was computed because a lender that had it took too long, as one does that is starved for a second."""
+        return self.of("late_loans", ROUTER)
+
     def __sub__(self, before: "Books") -> "Books":
         return Books({key: value - before.counts.get(key, 0) for key, value in self.counts.items()})
+
+
+def complete_one(deployment: Running, **body: Any) -> tuple[list[int], Books]:
+    """One greedy request for a prompt of token ids: its tokens, and what it cost on every side."""
+    before = read_books(deployment)
+    [reply] = complete_all(deployment, [{"temperature": 0, "ignore_eos": True, **body}])
+    length = len(body["prompt"])
+    books = settled_books(deployment, lambda now: all((now - before).total(role) >= length for role in now.roles))
+    return reply["choices"][0]["token_ids"], books - before
 
 
 def read_books(deployment: Running) -> Books:
@@ -93,6 +109,8 @@ def _parse_books(text: str) -> Books:
         for sample in family.samples:
             if sample.name == "pdkv_moves_total":
                 counts["moves", ROUTER] = int(sample.value)
+            if sample.name == "pdkv_kv_loans_total" and sample.labels["outcome"] == TransferTimeout.code:
+                counts["late_loans", ROUTER] = int(sample.value)
             if not sample.name.startswith("pdkv_engine_") or not sample.name.endswith("_total"):
                 continue
             key = [sample.name.removeprefix("pdkv_engine_").removesuffix("_total"), sample.labels["role"]]

@@ -125,6 +125,10 @@ def view(transfer_id: str, *, kv: Any = "local", num_tokens: int, **rest: Any) -
     return RequestView(**(values | rest))
 
 
+AMPLE = dict.fromkeys(("lookup_timeout_s", "transfer_timeout_s", "layer_timeout_s"), "60")
+"""Deadlines that no busy machine misses."""
+
+
 class Engine:
     """One engine's connector on all its ranks, driven by hand."""
 
@@ -141,6 +145,7 @@ class Engine:
         **options: str,
     ) -> None:
         self.name, self.tp = name, tp
+        options = {**AMPLE, **options}
         codec = RigConnector.kv_codec(options)
         self.layout = msgspec.structs.replace(make_layout(block_size, tp, groups), codec=codec)
         self.block_size = block_size

@@ -19,14 +19,31 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 from unittest.mock import patch
 
 import pytest
 
+from pdkv.errors import StoreTimeout
+
+Result = TypeVar("Result")
+
 START_BOUND_S = 60.0
+
+
+def in_time(call: Callable[..., Result], *arguments: object) -> Result:
+    """Call again as long as the deadline passes: a server that has just started or goes on may be late."""
+    deadline = time.monotonic() + START_BOUND_S
+    while True:
+        try:
+            return call(*arguments)
+        except StoreTimeout:
+            if time.monotonic() > deadline:
+                raise
 
 
 def hold_port() -> socket.socket:
@@ -206,7 +223,7 @@ class MooncakeServer(StoreServer):
         ]  # fmt: skip
         master = [
             f"{self._binaries}/mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={port}",
-            "--metrics_host=127.0.0.1", f"--metrics_port={metrics}", "--client_ttl=2", "--logtostderr", *flags,
+            "--metrics_host=127.0.0.1", f"--metrics_port={metrics}", "--client_ttl=60", "--logtostderr", *flags,
         ]  # fmt: skip
         super().__init__(f"mooncake://127.0.0.1:{port}", master, "admin server started", held)
 

@@ -139,7 +139,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
     engines: list[Vllm] = []
 
     def build(name: str, connector: str = "shared_storage", **options: Any) -> Vllm:
-        own = {"shared_storage": {"path": f"{tmp_path}/kv", "tokens_per_value": str(BLOCK)}}.get(connector, {})
+        values = {"path": f"{tmp_path}/kv", "tokens_per_value": str(BLOCK), "lookup_timeout_s": "60"}
+        own = values if connector == "shared_storage" else {}
         own |= {key: str(value) for key, value in options.pop("options", {}).items()}
         engines.append(Vllm(name, connector, own, **options))
         return engines[-1]

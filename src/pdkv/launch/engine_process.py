@@ -34,7 +34,7 @@ from pdkv.wire.messages import RouterToEngine
 
 _LIFELINE_GRACE_S = 2.0
 _MAX_PIPE_BYTES = 64 * 1024
-_PROBE_S = 1.0  # how long a start waits to hear that a store cannot be reached
+_PROBE_S = 2.0  # how long a start waits to hear that a store cannot be reached
 
 logger = logging.getLogger(__name__)
 

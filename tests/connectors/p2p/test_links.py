@@ -343,7 +343,7 @@ def test_idle_and_half_open_strangers_disturb_no_transfer(make_engine: Engines, 
     ids=lambda f: type(f).__name__,
 )
 def test_right_secret_and_wrong_frames(make_engine: Engines, sockets: str, frame: Any) -> None:
-    prefill, decode = pair(make_engine, sockets=sockets, handshake_timeout_s="1")
+    prefill, decode = pair(make_engine, sockets=sockets, handshake_timeout_s="10")
     control = greeted(decode, sockets)
     assert isinstance(control.expect(WAIT_S), Welcome)
     with pytest.raises(TransferError, match=r"instead of an offer|no such transfer"):

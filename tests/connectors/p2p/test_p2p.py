@@ -333,7 +333,7 @@ def test_a_dropped_request_is_forgotten_by_every_rank(make_engine: Engines) -> N
 def test_a_stalled_sender_fails_the_receive_at_its_deadline(
     make_engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = pair(make_engine, timeout_s="1")
+    prefill, decode = pair(make_engine, timeout_s="3")
     move(prefill, decode)
     gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "s", [9, 3, 1], [0, 1, 2], 40)
@@ -413,7 +413,7 @@ def greeted(listening: PushEngine, **changes: Any) -> tuple[socket.socket, Contr
 
 def test_garbage_is_refused_and_nobody_else_notices(make_engine: Engines) -> None:
     """F17: whatever comes on the socket, the next peer can connect."""
-    prefill, decode = pair(make_engine, handshake_timeout_s="1")
+    prefill, decode = pair(make_engine, handshake_timeout_s="3")
     address, listener = address_of(decode), decode.workers[0].listener
     junk = [
         b"", b"\0", b"\xff" * 4, b"\0\0", b"\1\0\xc1", b"\x64\0" + os.urandom(100), b"GET / HTTP/1.1\r\n\r\n",
@@ -439,7 +439,7 @@ def test_who_means_another_incarnation_is_told(make_engine: Engines, changes: di
 
 
 def test_a_peer_that_greets_and_then_talks_nonsense_is_dropped(make_engine: Engines) -> None:
-    prefill, decode = pair(make_engine, handshake_timeout_s="1")
+    prefill, decode = pair(make_engine, handshake_timeout_s="3")
     listener = decode.workers[0].listener
     connection, control = greeted(decode)
     with connection:

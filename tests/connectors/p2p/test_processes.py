@@ -25,7 +25,7 @@ from pdkv.wire.messages import EngineCard
 torch.set_num_threads(1)
 
 NUM_BLOCKS = 512
-TIMEOUTS = {"timeout_s": "1", "handshake_timeout_s": "1"}
+TIMEOUTS = {"timeout_s": "3", "handshake_timeout_s": "3"}
 
 
 class Peer:
@@ -118,6 +118,15 @@ def send(engine: PushEngine, peer: Peer, name: str, blocks: list[int], target: l
     engine.give(view(name, kv="handoff", num_tokens=num_tokens, ticket=ticket), blocks, num_tokens)
 
 
+def begin_to_push(engine: PushEngine, peer: Peer, num: int, blocks: list[int]) -> None:
+    """t0, t1, … to a peer, which is stopped amid them: it never has them all."""
+    tickets = [peer.want(f"t{i}", blocks, 16 * len(blocks)) for i in range(num)]
+    for i, ticket in enumerate(tickets):
+        engine.give(view(f"t{i}", kv="handoff", num_tokens=16 * len(blocks), ticket=ticket), blocks, 16 * len(blocks))
+        if i == 0:
+            peer.signal(signal.SIGSTOP)
+
+
 def move(engine: PushEngine, peer: Peer, name: str = "t") -> None:
     """Push 100 tokens to a peer, which looks at them."""
     seed = sum(name.encode())
@@ -164,8 +173,7 @@ def test_a_killed_receiver_fails_what_goes_to_it_and_nothing_else(
     prefill, dying, other = make_engine("p", timeout_s="1000"), start_peer("d", timeout_s="1000"), start_peer("e")
     prefill.meet(dying.card, other.card)
     move(prefill, dying)
-    for i in range(20):
-        send(prefill, dying, f"t{i}", blocks, blocks, 16 * len(blocks))
+    begin_to_push(prefill, dying, 20, blocks)
     dying.signal(signal.SIGKILL)
     codes = {prefill.outcome("sending", (f"t{i}", 1)).code for i in range(20)}
     assert codes <= {"", "peer_gone"}
@@ -319,9 +327,7 @@ def test_transfers_to_a_stopped_receiver_time_out_and_leave_no_thread(
     prefill.meet(decode.card)
     others = threading.enumerate()
     move(prefill, decode)
-    for i in range(10):
-        send(prefill, decode, f"t{i}", PAIRS, PAIRS, 16 * len(PAIRS))
-    decode.signal(signal.SIGSTOP)
+    begin_to_push(prefill, decode, 10, PAIRS)
     assert "transfer_timeout" in {prefill.outcome("sending", (f"t{i}", 1)).code for i in range(10)}
     wait_until_true(lambda: not set(threading.enumerate()) - set(others), "the lane's thread has ended", 10.0)
     decode.signal(signal.SIGCONT)

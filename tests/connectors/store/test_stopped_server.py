@@ -18,7 +18,7 @@ from pdkv.kv_store.registry import open_store
 NUM_TOKENS = 128
 DEADLINE_S = "2"
 """Passes once in each test; what comes before the stop and after it must be done within it on a busy machine."""
-DEADLINES = dict.fromkeys(("lookup_timeout_s", "transfer_timeout_s", "layer_timeout_s"), DEADLINE_S)
+DEADLINES = ("lookup_timeout_s", "transfer_timeout_s", "layer_timeout_s")
 LATE = (StoreTimeout.code, TransferTimeout.code)
 
 MakeEngine = Callable[..., Engine]
@@ -36,9 +36,9 @@ def make(server: StoreServer) -> Iterator[MakeEngine]:
     server.restart()
     made: list[tuple[Engine, KVStore]] = []
 
-    def make_engine(name: str, **options: str) -> Engine:
-        store = open_store(server.url, {"operation_timeout_s": DEADLINE_S, "connect_timeout_s": DEADLINE_S})
-        made.append((Engine(store, name, **DEADLINES, **options), store))
+    def make_engine(name: str, deadline_s: str = DEADLINE_S, **options: str) -> Engine:
+        store = open_store(server.url, {"operation_timeout_s": deadline_s, "connect_timeout_s": deadline_s})
+        made.append((Engine(store, name, **dict.fromkeys(DEADLINES, deadline_s), **options), store))
         return made[-1][0]
 
     yield make_engine
@@ -48,7 +48,7 @@ def make(server: StoreServer) -> Iterator[MakeEngine]:
 
 
 def test_a_lookup_is_a_miss(server: StoreServer, make: MakeEngine) -> None:
-    prefill(make("p"), NUM_TOKENS)
+    prefill(make("p", "60"), NUM_TOKENS)
     engine = make("d")
     with server.stopped():
         assert engine.ask(view("u", num_tokens=NUM_TOKENS + 1, salt="0")) == 0
@@ -58,7 +58,7 @@ def test_a_lookup_is_a_miss(server: StoreServer, make: MakeEngine) -> None:
 def test_a_load_fails(server: StoreServer, make: MakeEngine, layerwise: bool) -> None:
     """A forward pass that waits for its layers goes on without them."""
     mode = {"load": "layerwise"} if layerwise else {}
-    kv, _ = prefill(make("p", **mode), NUM_TOKENS)
+    kv, _ = prefill(make("p", "60", **mode), NUM_TOKENS)
     engine, request = make("d", **mode), view("u", num_tokens=NUM_TOKENS + 1, salt="0")
     blocks = scattered(NUM_TOKENS, 16)
     assert engine.ask(request) == NUM_TOKENS

@@ -264,7 +264,7 @@ def test_short_deadlines_open_a_breaker_only_where_the_engine_does_nothing(evide
 def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair() -> None:
     async def body(system: System) -> None:
         system.backends["decode-0"].held = True
-        await time_out(system, 1, 0.05)
+        await time_out(system, 1, 0.5)
         assert system.dispatcher.topology()["pairs"] == [
             {"prefill": "prefill-0", "decode": "decode-0", "breaker": "open"}
         ]

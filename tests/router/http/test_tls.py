@@ -288,12 +288,12 @@ def test_a_client_that_reads_slowly_gets_everything(files: Certificates, loop: s
     size = 8 << 20
 
     async def main() -> None:
-        async with serving(bytes_app, HttpLimits(send_timeout_s=0.5), tls=Tls(config(files))) as server:
+        async with serving(bytes_app, HttpLimits(send_timeout_s=2.0), tls=Tls(config(files))) as server:
             async with narrow(server, files) as client:
                 await client.send(get(f"/{size}", "connection: close"))
                 for _ in range(12):
                     assert len(await client.reader.readexactly(size // 16)) == size // 16
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.2)
                 assert len(await client.reader.read()) > size // 8
             await ends(server)
 

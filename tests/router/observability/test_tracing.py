@@ -25,9 +25,10 @@ SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "client-7"}
 
 
 @pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
     pytest.importorskip("opentelemetry.sdk.trace")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setattr("pdkv.router.observability.tracing.CLOSE_S", 20.0)
     receiver = OtlpReceiver()
     yield receiver
     receiver.close()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from deployments import Running
 from store_servers import StoreServer
-from traffic import stop_process
+from traffic import BOUND_S, stop_process
 
 from faults.cells import Cell
 from faults.load import LONG, PROMPTS, Load
@@ -54,8 +54,12 @@ async def inject(site: Site, cell: Cell, load: Load, strike: Strike, struck: asy
         match cell.kind:
             case "refused transfer":
                 async with _refused(site):
+                    first = len(load.tasks)
                     happens(0)
                     await asyncio.sleep(site.refused_s)
+                    async with asyncio.timeout(BOUND_S):  # a hand-off of one that came later was refused
+                        while not any(task.done() for task in load.tasks[first:]):
+                            await asyncio.sleep(_LOOK_S)
             case "full pool":
                 happens(0)
                 strike.num_there = await _fill(site, cell, load, admin)
