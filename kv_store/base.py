@@ -1,7 +1,7 @@
 """A KV store: keys to immutable bytes. It knows nothing of blocks, layers or requests."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self
@@ -12,6 +12,9 @@ from pdkv.kv_store.terms import Terms
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
+
+Scattered = Sequence[Buffer]
+"""A value's bytes in several buffers, in which they lie one behind the other."""
 
 Arrived = Callable[[int, int], None]
 """(index of the key, stop): bytes [0, stop) of its value are in its buffer."""
@@ -27,6 +30,17 @@ TermsOf = Callable[[int], Terms]
 
 PART_BYTES = 256 << 10
 """What has just been written is still in a core's cache: who wants to look at it hears of it in parts of this size."""
+
+
+def stretch(buffers: Scattered, start: int, stop: int) -> Iterator[Buffer]:
+    """Bytes [start, stop) of a value, where they lie."""
+    end = 0
+    for buffer in buffers:
+        begin, end = end, end + len(buffer)
+        if begin >= stop:
+            return
+        if end > start:
+            yield buffer[max(start - begin, 0) : stop - begin]
 
 
 class Held(NamedTuple):
@@ -143,6 +157,20 @@ class KVStore(ABC):
     ) -> list[bool]:
         """`read`; a store that copies what it reads, as into a faster one, does so on these terms."""
         return self.read(keys, out, arrived)
+
+    @property
+    def can_scatter(self) -> bool:
+        """Whether `read_scattered` finds anything."""
+        return False
+
+    def read_scattered(
+        self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
+    ) -> list[bool]:
+        """`read_on_terms` of values straight into where their bytes belong, from the fastest part alone.
+
+        What is not found, for whatever reason, may be there all the same: the other reads decide.
+        """
+        return [False] * len(keys)
 
     def terms_of(self, keys: Sequence[bytes]) -> Mapping[bytes, Terms]:
         """Of the values that this process has here, by key, where they have some and the store keeps them."""

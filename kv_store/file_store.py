@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
-from pdkv.kv_store.base import Arrived, Buffer, TellingStore
+from pdkv.kv_store.base import Arrived, Buffer, Scattered, TellingStore, TermsOf
 from pdkv.kv_store.connections import Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.value_file import ReadResult, read_value, write_value
@@ -75,14 +75,16 @@ class FileStore(TellingStore):
             return [self._directory.is_file(file_name(key)) for key in keys]
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        with self._io() as deadline:
-            now = time.time_ns()
-            found: list[bool] = []
-            for index, (key, buffer) in enumerate(zip(keys, out, strict=True)):
-                deadline.remaining()
-                found.append(self._read(key, buffer, now - index, partial(arrived, index)))
-            self._touch([key for key, is_found in zip(keys, found, strict=True) if is_found])
-            return found
+        return self._read_all(keys, [[buffer] for buffer in out], arrived)
+
+    @property
+    def can_scatter(self) -> bool:
+        return True
+
+    def read_scattered(
+        self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
+    ) -> list[bool]:
+        return self._read_all(keys, out, arrived)
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         with self._io() as deadline:
@@ -134,7 +136,17 @@ class FileStore(TellingStore):
         if is_last:
             self._directory.close()
 
-    def _read(self, key: bytes, out: Buffer, used_ns: int, arrived: Callable[[int], None]) -> bool:
+    def _read_all(self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived) -> list[bool]:
+        with self._io() as deadline:
+            now = time.time_ns()
+            found: list[bool] = []
+            for index, (key, buffers) in enumerate(zip(keys, out, strict=True)):
+                deadline.remaining()
+                found.append(self._read(key, buffers, now - index, partial(arrived, index)))
+            self._touch([key for key, is_found in zip(keys, found, strict=True) if is_found])
+            return found
+
+    def _read(self, key: bytes, out: Scattered, used_ns: int, arrived: Callable[[int], None]) -> bool:
         name = file_name(key)
         try:
             fd = self._directory.open(name)

@@ -22,7 +22,7 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ import xxhash
 
 from pdkv.errors import StoreUnavailable
 from pdkv.host.fence import fence
-from pdkv.kv_store.base import PART_BYTES, Buffer
+from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered, stretch
 from pdkv.kv_store.terms import NO_TERMS, Terms
 
 MAGIC: Final = b"pdkvHS01"
@@ -134,20 +134,30 @@ class Segment:
         fence()
         return int(self.versions[found.entry]) == found.version
 
-    def read(self, found: Found, out: Buffer, arrived: Callable[[int], None]) -> bool:
-        """Read a value of `len(out)` bytes; `arrived` is told how far it has come. False: it is not there any more."""
-        assert found.size == out.nbytes
-        target, stop = np.frombuffer(out, np.uint8), 0
+    def read(self, found: Found, out: Scattered, arrived: Callable[[int], None]) -> bool:
+        """Read a value into buffers of its size; `arrived` is told how far it has come. False: it is not there any
+        more.
+        """
+        assert found.size == sum(map(len, out))
+        stop = 0
         for offset, size in self._runs(found):
             for start in range(offset, offset + size, PART_BYTES):
                 stop_here = stop + min(PART_BYTES, offset + size - start)
-                if self._pages is not None:
-                    np.copyto(target[stop:stop_here], self._pages[start : start + stop_here - stop])
-                elif not _read_all(self.fd, out[stop:stop_here], start):
+                if not self._read_part(start, stretch(out, stop, stop_here)):
                     return False
                 stop = stop_here
                 arrived(stop)
         return stop == found.size and self.is_there(found)
+
+    def _read_part(self, offset: int, targets: Iterable[Buffer]) -> bool:
+        """What lies there, one target after the other."""
+        for target in targets:
+            if self._pages is not None:
+                np.copyto(np.frombuffer(target, np.uint8), self._pages[offset : offset + len(target)])
+            elif not _read_all(self.fd, target, offset):
+                return False
+            offset += len(target)
+        return True
 
     def write(self, pages: list[int], value: Buffer) -> None:
         """Fill pages with a value. Raises OSError where there is no memory."""

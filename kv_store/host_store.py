@@ -26,7 +26,7 @@ from pdkv.errors import ConfigError, StoreUnable, StoreUnavailable
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
-from pdkv.kv_store.base import Arrived, Buffer, Held, Sized, TellingStore, TierCounts, tier_name
+from pdkv.kv_store.base import Arrived, Buffer, Held, Scattered, Sized, TellingStore, TermsOf, TierCounts, tier_name
 from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
@@ -123,19 +123,21 @@ class HostStore(TellingStore):
             return [self._find(key_of(key)) is not None for key in keys]
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        with self._call():
-            found = [
-                self._read(key_of(key), buffer, partial(arrived, index))
-                for index, (key, buffer) in enumerate(zip(keys, out, strict=True))
-            ]
-        with self._lock:
-            self._num_hits += sum(found)
-        return found
+        return self._read_all(keys, [[buffer] for buffer in out], arrived)
+
+    @property
+    def can_scatter(self) -> bool:
+        return True
+
+    def read_scattered(
+        self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
+    ) -> list[bool]:
+        return self._read_all(keys, out, arrived)
 
     def peek(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
         with self._call():
             return [
-                self._read(key_of(key), buffer, _tell_nobody, is_use=False)
+                self._read(key_of(key), [buffer], _tell_nobody, is_use=False)
                 for key, buffer in zip(keys, out, strict=True)
             ]
 
@@ -234,9 +236,19 @@ class HostStore(TellingStore):
                 return name, segment, found
         return None
 
-    def _read(self, key: Key, out: Buffer, arrived: Callable[[int], None], *, is_use: bool = True) -> bool:
+    def _read_all(self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived) -> list[bool]:
+        with self._call():
+            found = [
+                self._read(key_of(key), buffers, partial(arrived, index))
+                for index, (key, buffers) in enumerate(zip(keys, out, strict=True))
+            ]
+        with self._lock:
+            self._num_hits += sum(found)
+        return found
+
+    def _read(self, key: Key, out: Scattered, arrived: Callable[[int], None], *, is_use: bool = True) -> bool:
         place = self._find(key, is_use=is_use)
-        return place is not None and place[1].size == out.nbytes and place[0].read(place[1], out, arrived)
+        return place is not None and place[1].size == sum(map(len, out)) and place[0].read(place[1], out, arrived)
 
     def _shun(self, name: str, found: Found) -> None:
         with self._lock:

@@ -11,7 +11,18 @@ from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.backfill import Backfill
-from pdkv.kv_store.base import Arrived, Buffer, Item, KVStore, TellingStore, TermsOf, TierCounts, prefixes_of, tier_name
+from pdkv.kv_store.base import (
+    Arrived,
+    Buffer,
+    Item,
+    KVStore,
+    Scattered,
+    TellingStore,
+    TermsOf,
+    TierCounts,
+    prefixes_of,
+    tier_name,
+)
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import Tier, WritePolicy
 
@@ -99,6 +110,27 @@ class TieredStore(TellingStore):
                 terms = {keys[i]: terms for i in hits if (terms := terms_of(i)) != NO_TERMS}
                 self._copy(depth, [(keys[i], out[i]) for i in hits], terms)
         return found
+
+    @property
+    def can_scatter(self) -> bool:
+        return self.tiers[0].store.can_scatter
+
+    def read_scattered(
+        self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
+    ) -> list[bool]:
+        tier = self.tiers[0]
+        if tier.rests_until > time.monotonic():
+            return [False] * len(keys)
+        with tier.meter.reading():
+            found = self._try(tier, partial(tier.store.read_scattered, keys, out, arrived, terms_of), [])
+        hits = [(i, sum(map(len, out[i]))) for i, is_found in enumerate(found or ()) if is_found]
+        with self._lock:
+            tier.num_hits += len(hits)
+        tier.meter.add(sum(size for _, size in hits))
+        if self._backfill is not None:
+            terms = {keys[i]: terms for i, _ in hits if (terms := terms_of(i)) != NO_TERMS}
+            self._backfill.used(((keys[i], size) for i, size in hits), terms)
+        return found or [False] * len(keys)
 
     def put(self, items: Sequence[Item]) -> None:
         self.put_on_terms(items, {})

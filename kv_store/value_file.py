@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from pdkv.kv_store.base import PART_BYTES, Buffer
+from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered, stretch
 
 _ALIGNMENT = 512  # of the value in the file
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 1 << 20
+_MAX_BUFFERS = 1024  # IOV_MAX
 
 ReadResult = Literal["whole", "other_size", "damaged"]
 
@@ -35,23 +36,25 @@ def write_value(fd: int, key: bytes, value: Buffer) -> None:
     _transfer(os.pwritev, fd, [memoryview(encode_header(key, len(value))), value], 0)
 
 
-def read_value(fd: int, key: bytes, out: Buffer, arrived: Callable[[int], None]) -> ReadResult:
+def read_value(fd: int, key: bytes, out: Scattered, arrived: Callable[[int], None]) -> ReadResult:
     """Read a value's file into `out`, without a copy besides the kernel's. Raises OSError.
 
     `arrived(stop)` is called after every PART_BYTES of the value.
     """
-    expected = encode_header(key, len(out))
+    size = sum(map(len, out))
+    expected = encode_header(key, size)
     header = memoryview(bytearray(len(expected)))
-    if os.fstat(fd).st_size != len(header) + len(out):
+    if os.fstat(fd).st_size != len(header) + size:
         return "other_size" if _describes_itself(fd, key) else "damaged"
-    if not _transfer(os.preadv, fd, [header, out[:PART_BYTES]], 0) or header != expected:
+    stop = min(PART_BYTES, size)
+    if not _transfer(os.preadv, fd, [header, *stretch(out, 0, stop)], 0) or header != expected:
         return "damaged"
-    arrived(min(PART_BYTES, len(out)))
-    for start in range(PART_BYTES, len(out), PART_BYTES):
-        part = out[start : start + PART_BYTES]
-        if not _transfer(os.preadv, fd, [part], len(header) + start):
+    arrived(stop)
+    for start in range(PART_BYTES, size, PART_BYTES):
+        stop = min(start + PART_BYTES, size)
+        if not _transfer(os.preadv, fd, [*stretch(out, start, stop)], len(header) + start):
             return "damaged"
-        arrived(start + len(part))
+        arrived(stop)
     return "whole"
 
 
@@ -59,7 +62,7 @@ def _transfer(call: Any, fd: int, buffers: Sequence[Buffer], offset: int) -> boo
     """preadv or pwritev at `offset` until all buffers are done; False at the end of the file."""
     pending = [buffer for buffer in buffers if len(buffer)]
     while pending:
-        done: int = call(fd, pending, offset)
+        done: int = call(fd, pending[:_MAX_BUFFERS], offset)
         if done == 0:
             return False
         offset += done

@@ -27,7 +27,7 @@ from typing import Protocol, Self
 
 import xxhash
 
-from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.base import Buffer, Scattered, stretch
 
 FORMAT = 1
 ENVELOPE_BYTES = 64
@@ -64,12 +64,12 @@ class Sealer:
         """Write the envelope of value[:-ENVELOPE_BYTES] into the bytes behind it. `expires_at`: unix time; 0: it has no
         end.
         """
-        check = self.check(key, value)
+        check = self.check(key, [value])
         check.arrived(len(value))
         value[-ENVELOPE_BYTES:] = check.envelope(expires_at)
 
-    def check(self, key: bytes, value: Buffer) -> "Check":
-        """The check of a value that is to come into this buffer."""
+    def check(self, key: bytes, value: Scattered) -> "Check":
+        """The check of a value that is to come into these buffers, with its envelope as a whole in the last one."""
         return Check(self._hash(key), value, self._bind, is_signed=self._mac_key is not None)
 
     def _hash(self, key: bytes, person: bytes = b"") -> "_Hash":
@@ -85,13 +85,17 @@ class Sealer:
 class Check:
     """Reads a value's body once, as it comes in."""
 
-    def __init__(self, empty: "_Hash", value: Buffer, bind: Callable[[bytes, int], bytes], *, is_signed: bool) -> None:
+    def __init__(
+        self, empty: "_Hash", value: Scattered, bind: Callable[[bytes, int], bytes], *, is_signed: bool
+    ) -> None:
         """`empty`: has read the key. `bind`: of a hash and an end."""
         self._bind = bind
         self._empty = empty
         self._hash = empty.copy()
         self._value = value
-        self._body_bytes = max(len(value) - ENVELOPE_BYTES, 0)
+        self._envelope = value[-1][-ENVELOPE_BYTES:]
+        self._size = sum(map(len, value))
+        self._body_bytes = max(self._size - ENVELOPE_BYTES, 0)
         self._is_signed = is_signed
         self._done = 0
 
@@ -99,22 +103,20 @@ class Check:
         """Bytes [0, stop) of the value are there; fewer than before: they have come anew."""
         if stop <= self._done:
             self._hash, self._done = self._empty.copy(), 0
-        if self._done < self._body_bytes:
-            self._hash.update(self._value[self._done : min(stop, self._body_bytes)])
+        for part in stretch(self._value, self._done, min(stop, self._body_bytes)):
+            self._hash.update(part)
         self._done = stop
 
     def is_whole(self) -> bool:
         """Whether the buffer holds what somebody with the same secret has saved under this key."""
-        if self._done < len(self._value):
-            self.arrived(len(self._value))
-        return hmac.compare_digest(self._value[-ENVELOPE_BYTES:], self.envelope(self.expires_at))
+        if self._done < self._size:
+            self.arrived(self._size)
+        return hmac.compare_digest(self._envelope, self.envelope(self.expires_at))
 
     @property
     def expires_at(self) -> int:
         """The end that the envelope names, as unix time; 0: it has none. Only of a whole value it is true."""
-        if len(self._value) < ENVELOPE_BYTES:
-            return 0
-        return int(_ENVELOPE.unpack_from(self._value, len(self._value) - ENVELOPE_BYTES)[-1])
+        return int(_ENVELOPE.unpack(self._envelope)[-1]) if len(self._envelope) == ENVELOPE_BYTES else 0
 
     def envelope(self, expires_at: int) -> bytes:
         """That of the body, and of this end of the value."""

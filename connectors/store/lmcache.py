@@ -33,7 +33,7 @@ from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.errors import ConfigError
-from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.base import Buffer, KVStore, Scattered
 from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
 from pdkv.kv_store.lmcache_chunks import DTYPES, ChunkForm, LMCacheChunks
 from pdkv.kv_store.options import StoreOptions
@@ -187,7 +187,7 @@ class _Unsealed(Sealer):
     def seal(self, key: bytes, value: Buffer, expires_at: int = 0) -> None:
         pass
 
-    def check(self, key: bytes, value: Buffer) -> Check:
+    def check(self, key: bytes, value: Scattered) -> Check:
         return _Believed(self._hash(b""), value, self._bind, is_signed=False)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Literal, NamedTuple
 
-from pdkv.connectors.store.envelope import Check, Sealer
+from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
 from pdkv.connectors.store.pieces import Slot
 from pdkv.errors import KVCorrupted, StoreError
-from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.base import Arrived, KVStore, Scattered, TermsOf
 from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.log_limit import LogLimit
@@ -94,14 +94,54 @@ class SealedValues:
         self._tell(num_damaged)
         return Reading(missing, num_damaged, len(missed["expired"]))
 
+    def get_scattered(
+        self, slots: Sequence[Slot], bodies: Sequence[Scattered], kv_terms: KVTerms | None = None
+    ) -> list[bool]:
+        """Read values straight into where their bodies belong, and their envelopes into their slots.
+
+        Returns:
+            Which of them are whole. Of the others nothing is left, however this ends: `get` says what there is.
+        """
+        out = [[*body, slot.view[-ENVELOPE_BYTES:]] for slot, body in zip(slots, bodies, strict=True)]
+
+        def read(keys: Sequence[bytes], arrived: Arrived, terms_of: TermsOf) -> list[bool]:
+            try:
+                return self.store.read_scattered(keys, out, arrived, terms_of)
+            except StoreError as error:
+                logger.debug("values are read through a buffer: %s", error)
+                return [False] * len(keys)
+
+        whole = [False] * len(slots)
+        try:
+            whole = [state == "whole" for state in self._read_into(slots, out, kv_terms, read)]
+        finally:
+            for body, is_whole in zip(bodies, whole, strict=True):
+                for place in () if is_whole else body:
+                    place[:] = bytes(len(place))
+        return whole
+
     def _read(self, slots: Sequence[Slot], store: KVStore, kv_terms: KVTerms | None) -> list[State]:
-        """Read values into their slots, and check them as they come in, while their bytes are in the cache."""
-        checks = [self._sealer.check(slot.key, slot.view) for slot in slots]
+        """Read values into their slots."""
+        out = [slot.view for slot in slots]
+
+        def read(keys: Sequence[bytes], arrived: Arrived, terms_of: TermsOf) -> list[bool]:
+            return store.read_on_terms(keys, out, arrived, terms_of)
+
+        return self._read_into(slots, [[view] for view in out], kv_terms, read)
+
+    def _read_into(
+        self,
+        slots: Sequence[Slot],
+        out: Sequence[Scattered],
+        kv_terms: KVTerms | None,
+        read: Callable[[Sequence[bytes], Arrived, TermsOf], list[bool]],
+    ) -> list[State]:
+        """Read values, and check them as they come in, while their bytes are in the cache."""
+        checks = [self._sealer.check(slot.key, buffers) for slot, buffers in zip(slots, out, strict=True)]
         owner, quota = (0, None) if kv_terms is None else (kv_terms.owner, kv_terms.quota_bytes)
         with self.meter.reading():
-            found = store.read_on_terms(
+            found = read(
                 [slot.key for slot in slots],
-                [slot.view for slot in slots],
                 lambda index, stop: checks[index].arrived(stop),
                 lambda index: Terms(checks[index].expires_at, owner, quota),
             )
@@ -115,7 +155,7 @@ class SealedValues:
 
     def end_of(self, slot: Slot) -> int:
         """The end of a value that is whole in its slot, as unix time; 0: it has none."""
-        return self._sealer.check(slot.key, slot.view).expires_at
+        return self._sealer.check(slot.key, [slot.view]).expires_at
 
     def kept_on(self, slots: Sequence[Slot], kv_terms: KVTerms | None) -> Mapping[bytes, Terms]:
         """The terms of values that are whole in their slots: the ends that they have, in this owner's room."""

@@ -312,12 +312,15 @@ class StoreWorker(TransferWorker):
         progress = self._progress[job.key]
         num_bytes = 0
 
-        def use(slot: Slot) -> None:
+        def filled(slot: Slot) -> None:
             nonlocal num_bytes
-            order.after.wait(job.remaining_s())
-            self._fill_blocks(job, load, slot)
             progress.filled(slot.value, 0 if load.kv_terms is None else self._values.end_of(slot))
             num_bytes += slot.data.nbytes
+
+        def use(slot: Slot) -> None:
+            order.after.wait(job.remaining_s())
+            self._fill_blocks(job, load, slot)
+            filled(slot)
 
         try:
             pieces = self._choose(job, order, progress) if order.left else order.pieces
@@ -325,10 +328,11 @@ class StoreWorker(TransferWorker):
                 slots = [slot for slot in lay_out(pieces, buffer) if progress.wants(slot.value)]
                 if slots:
                     began = time.monotonic()
-                    reading = self._values.get(slots, use, load.kv_terms)
+                    if rest := self._read_in_place(job, order, slots, filled):
+                        reading = self._values.get(rest, use, load.kv_terms)
+                        missing = [slot.value for slot in reading.missing]
+                        progress.missed(missing, reading.num_damaged, reading.num_expired)
                     self._pace.note(num_bytes, time.monotonic() - began)
-                    missing = [slot.value for slot in reading.missing]
-                    progress.missed(missing, reading.num_damaged, reading.num_expired)
         except BaseException:
             if layers is not None:
                 layers.fail()
@@ -336,6 +340,32 @@ class StoreWorker(TransferWorker):
         if layers is not None:
             layers.done(order.pieces[0].part.stage)
         return num_bytes
+
+    def _read_in_place(
+        self, job: Job, order: _Read, slots: Sequence[Slot], filled: Callable[[Slot], None]
+    ) -> Sequence[Slot]:
+        """Read values straight into their blocks where that can be; returns those that are not there after it. Nobody
+        reads these blocks before the load has ended.
+        """
+        if self._coder is not None or not self._values.store.can_scatter:
+            return slots
+        order.after.wait(job.remaining_s())
+        places = {slot.key: place for slot in slots if (place := self._places(order.load, slot)) is not None}
+        mine = [slot for slot in slots if slot.key in places]
+        whole = self._values.get_scattered(mine, list(places.values()), order.load.kv_terms)
+        done = set(compress(places, whole))
+        for slot in slots:
+            if slot.key in done:
+                filled(slot)
+        return [slot for slot in slots if slot.key not in done]
+
+    def _places(self, load: StoreLoad, slot: Slot) -> list[memoryview] | None:
+        """Where in the pool a value's body belongs; None: not all of it does, or it is in too many pieces."""
+        value = slot.value
+        if value.start < load.start or value.stop > load.stop:
+            return None
+        units = self._units(BlockSpan(load.start, load.block_tables[value.group]), value.start, value.stop)
+        return self._pool.places(units, slot.part.part)
 
     def _choose(self, job: Job, order: _Read, progress: LoadProgress) -> list[Piece]:
         """The values in the form that comes in time; none of them where none does, and the rest is computed.

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _MAX_PARTS = 256
 """Of which a pool remembers the rows."""
 
+LEAST_PLACE_BYTES = 4 << 10
+"""Smaller pieces are not read one by one into their places."""
+
 COPY_TIMEOUT_S = 30.0
 """A copy that a device has not made by then, and that waits for nothing, has met a device that hangs."""
 
@@ -164,6 +167,19 @@ class UnitPool:
         rows = self._rows(part)
         self.flat.reshape(-1, rows.row_bytes)[self._row_ids(units, rows)] = source.reshape(-1, rows.row_bytes)
 
+    def places(self, units: Ids, part: UnitPart) -> list[memoryview] | None:
+        """Where the bytes of the units' images lie in the pool, in their order; what is written there is in the pool.
+        None: on a device, or in so many small pieces that a copy by `scatter` is faster.
+
+        Raises:
+            ValueError: a unit or a part that the pool does not have.
+        """
+        self._check_units(units, part)
+        if self.flat is None or (rows := self._rows(part)).row_bytes < LEAST_PLACE_BYTES:
+            return None
+        pool = memoryview(self.flat.data)
+        return [pool[row * rows.row_bytes : (row + 1) * rows.row_bytes] for row in self._row_ids(units, rows).tolist()]
+
     def gather_images(
         self, units: Ids, part: UnitPart, after: StepDone = ON_HOST, timeout_s: float = 0.0
     ) -> "torch.Tensor":
@@ -212,10 +228,13 @@ class UnitPool:
         ):
             raise ValueError(f"{part} is no part of {self.num_heads} heads and {self.num_layers} layers")
 
-    def _check(self, units: Ids, part: UnitPart, buffer: Bytes) -> None:
+    def _check_units(self, units: Ids, part: UnitPart) -> None:
         self._check_part(part)
         if units.size and not 0 <= units.min() <= units.max() < self.num_units:
             raise ValueError(f"units {units.min()} to {units.max()} of a pool of {self.num_units}")
+
+    def _check(self, units: Ids, part: UnitPart, buffer: Bytes) -> None:
+        self._check_units(units, part)
         if buffer.size != units.size * self.unit_bytes(part):
             raise ValueError(f"{units.size} units of {self.unit_bytes(part)} bytes, and a buffer of {buffer.size}")
 

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pdkv.errors import StoreUnavailable
-from pdkv.kv_store.base import PART_BYTES, KVStore
+from pdkv.kv_store.base import PART_BYTES, KVStore, stretch
+from pdkv.kv_store.terms import NO_TERMS
 
 Key = Callable[[int], bytes]
 MIB = 1 << 20
@@ -58,6 +59,29 @@ def test_how_many_keys_in_a_row_are_there(store: KVStore, key: Key, num_asked: i
     put(store, [key(number) for number in range(13)], 100)
     assert store.count_prefixes([keys])[0] == min(num_asked, 13)
     assert store.count_prefixes([[key(1000), *keys]])[0] == 0
+
+
+def test_values_come_straight_into_several_buffers_where_a_store_can_do_that(store: KVStore, key: Key) -> None:
+    """It tells how far they are; what it does not find so is there for the other reads."""
+    size = PART_BYTES + 5000
+    put(store, [key(0), key(1)], size)
+    sizes = [1, 4096, 0, 7, PART_BYTES, size - PART_BYTES - 4104]
+    keys = [key(1), key(7), key(0), key(0)]
+    out = [*([memoryview(bytearray(n)) for n in sizes] for _ in range(3)), buffers(1, size - 1)]
+    told: dict[int, list[int]] = {index: [] for index in range(4)}
+
+    def arrived(index: int, stop: int) -> None:
+        got = b"".join(stretch(out[index], 0, stop))
+        assert got == value(0 if index == 2 else 1, size)[:stop]
+        told[index].append(stop)
+
+    found = store.read_scattered(keys, out, arrived, lambda index: NO_TERMS)
+    assert found == [store.can_scatter, False, store.can_scatter, False]
+    for index in (0, 2):
+        assert not store.can_scatter or told[index] == sorted(told[index])[-2:] == [PART_BYTES, size]
+    whole = buffers(1, size)
+    assert store.get([key(1)], whole) == [True]
+    assert whole[0] == value(1, size)
 
 
 def test_read_gives_what_get_gives_and_tells_of_bytes_that_are_there(store: KVStore, key: Key) -> None:

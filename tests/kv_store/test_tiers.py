@@ -51,6 +51,27 @@ def test_a_put_goes_to_all_tiers(tiers: TieredStore) -> None:
     assert [tier.store.contains(KEYS) for tier in tiers.tiers] == [[True] * 3] * 3
 
 
+def test_what_is_scattered_comes_from_the_first_tier_alone(server: RedisServer, tmp_path: Path) -> None:
+    """Hits are counted as those of any read; of a tier that fails nothing is found."""
+    files = FileStore(tmp_path)
+    with TieredStore([files, RedisStore(server.url)]) as store, TieredStore([RedisStore(server.url), files]) as other:
+        store.put(items(*KEYS))
+        files.delete([b"b"])
+        out = [[memoryview(bytearray(1)), memoryview(bytearray(SIZE - 1))] for _ in KEYS]
+        found = store.read_scattered(KEYS, out, lambda index, stop: None, lambda index: NO_TERMS)
+        assert found == [True, False, True]
+        assert [b"".join(buffers) for buffers in (out[0], out[2])] == [b"a" * SIZE, b"c" * SIZE]
+        assert store.count_tiers()["0-file"].hits == 2
+        assert store.can_scatter
+        assert not other.can_scatter
+        files.close()
+        found = store.read_scattered(KEYS, out, lambda index, stop: None, lambda index: NO_TERMS)
+        assert found == [False] * 3
+        assert store.tiers[0].failures["store_unavailable"] == 1
+        assert store.read_scattered(KEYS, out, lambda index, stop: None, lambda index: NO_TERMS) == [False] * 3
+        assert store.tiers[0].failures["store_unavailable"] == 1, "it rests"
+
+
 def test_each_tier_is_asked_for_what_is_still_missing(tiers: TieredStore) -> None:
     memory, server, files = (tier.store for tier in tiers.tiers)
     memory.put(items(b"a"))

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
-from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.base import Arrived, Buffer, KVStore, Scattered, TermsOf
 
 Mutation = Callable[[bytes, random.Random], bytes]
 
@@ -94,6 +94,17 @@ class KnownStore(KVStore):
         for key in keys:
             self.num_asked[key] = self.num_asked.get(key, 0) + 1
         return self.inner.get(keys, out)
+
+    @property
+    def can_scatter(self) -> bool:
+        return self.inner.can_scatter
+
+    def read_scattered(
+        self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
+    ) -> list[bool]:
+        for key in keys:
+            self.num_asked[key] = self.num_asked.get(key, 0) + 1
+        return self.inner.read_scattered(keys, out, arrived, terms_of)
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         self.inner.put(items)

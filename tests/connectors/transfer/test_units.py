@@ -75,6 +75,27 @@ def test_units_survive_the_way_between_pools_of_unequal_blocks(data: st.DataObje
     assert int((there != -1).sum()) == num_written
 
 
+def test_places_are_where_scatter_writes_and_not_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdkv.connectors.transfer.units.LEAST_PLACE_BYTES", 4 * HASH_BLOCK_SIZE * 2 * 4)  # a layer's K
+    units = as_ids([5, 0, 3])
+    for part, num_places in (((0, 4, 0, 3), 3), ((0, 4, 1, 3), 6), ((0, 2, 0, 3), None)):
+        by_scatter, by_place = UnitPool(torch.zeros_like(make_pool(6, 16))), UnitPool(make_pool(6, 16))
+        by_place.kv_cache.zero_()
+        places = by_place.places(units, UnitPart(*part))
+        assert (places and len(places)) == num_places
+        image = np.arange(units.size * by_place.unit_bytes(UnitPart(*part))).astype(np.uint8)
+        by_scatter.scatter(units, UnitPart(*part), image)
+        done = 0
+        for place in places or ():
+            place[:] = memoryview(image)[done : done + len(place)]
+            done += len(place)
+        if places is not None:
+            assert torch.equal(*(pool.kv_cache.view(torch.uint8) for pool in (by_place, by_scatter)))
+    assert UnitPool(make_pool(6, 32)).places(units, UnitPart(0, 4, 0, 3)) is None
+    with pytest.raises(ValueError):
+        by_place.places(as_ids([6]), UnitPart(0, 4, 0, 3))
+
+
 def test_an_image_is_layers_kv_heads_tokens() -> None:
     pool = make_pool(2, 32)
     part = UnitPart(1, 3, 1, 3)
