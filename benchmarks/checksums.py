@@ -24,11 +24,11 @@ from benchmarks.redis_server import redis_server
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.store.envelope import Check, Sealer
-from pdkv.connectors.store.options import TransferOptions
+from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.plan import BlockSpan, StoreCut, StoreLoad, StoreMetadata, StoreSave
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
-from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.base import Buffer, KVStore, Scattered
 from pdkv.kv_store.registry import open_store
 from pdkv.wire.messages import KVLayout
 
@@ -59,7 +59,7 @@ class Unchecked(Sealer):
     def seal(self, key: bytes, value: Buffer, expires_at: int = 0) -> None:
         pass
 
-    def check(self, key: bytes, value: Buffer) -> Check:
+    def check(self, key: bytes, value: Scattered) -> Check:
         return NoCheck(xxhash.xxh3_128(), value, lambda digest, expires_at: digest, is_signed=False)
 
 
@@ -67,7 +67,7 @@ class Reader:
     """One engine's worker side over a store."""
 
     def __init__(self, store: KVStore, sealer: Sealer, pool: torch.Tensor) -> None:
-        options = TransferOptions(transfer_timeout_s=WAIT_S)
+        options = StoreConnectorOptions(transfer_timeout_s=WAIT_S)
         config = ConnectorConfig(engine="e", epoch="1", layout=MID, num_blocks=len(pool))
         self.cut = StoreCut(config, tokens_per_value=options.tokens_per_value, layer_groups=1)
         self._ended = threading.Semaphore(0)

@@ -1,8 +1,10 @@
 """A KV store: keys to immutable bytes. It knows nothing of blocks, layers or requests."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self
 
@@ -12,9 +14,6 @@ from pdkv.kv_store.terms import Terms
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
-
-Scattered = Sequence[Buffer]
-"""A value's bytes in several buffers, in which they lie one behind the other."""
 
 Arrived = Callable[[int, int], None]
 """(index of the key, stop): bytes [0, stop) of its value are in its buffer."""
@@ -32,14 +31,23 @@ PART_BYTES = 256 << 10
 """What has just been written is still in a core's cache: who wants to look at it hears of it in parts of this size."""
 
 
-def stretch(buffers: Scattered, start: int, stop: int) -> Iterator[Buffer]:
-    """Bytes [start, stop) of a value, where they lie."""
-    end = 0
-    for buffer in buffers:
-        begin, end = end, end + len(buffer)
-        if begin >= stop:
-            return
-        if end > start:
+class Scattered:
+    """A value's bytes in one or more buffers, in which they lie one behind the other."""
+
+    def __init__(self, *buffers: Buffer) -> None:
+        self.buffers = buffers
+        self._ends = list(accumulate(map(len, buffers)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def stretch(self, start: int, stop: int) -> Iterator[Buffer]:
+        """Bytes [start, stop), where they lie."""
+        for number in range(bisect_right(self._ends, start), len(self.buffers)):
+            buffer = self.buffers[number]
+            begin = self._ends[number] - len(buffer)
+            if begin >= stop:
+                return
             yield buffer[max(start - begin, 0) : stop - begin]
 
 
@@ -166,7 +174,8 @@ class KVStore(ABC):
     def read_scattered(
         self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
     ) -> list[bool]:
-        """`read_on_terms` of values straight into where their bytes belong, from the fastest part alone.
+        """`read_on_terms` of values straight into where their bytes belong, from the fastest part alone. A subclass
+        with its own `read` has its own `read_scattered`, too, or says that it cannot.
 
         What is not found, for whatever reason, may be there all the same: the other reads decide.
         """

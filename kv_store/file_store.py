@@ -75,7 +75,7 @@ class FileStore(TellingStore):
             return [self._directory.is_file(file_name(key)) for key in keys]
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        return self._read_all(keys, [[buffer] for buffer in out], arrived)
+        return self._read_all(keys, [Scattered(buffer) for buffer in out], arrived)
 
     @property
     def can_scatter(self) -> bool:

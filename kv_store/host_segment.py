@@ -31,7 +31,7 @@ import xxhash
 
 from pdkv.errors import StoreUnavailable
 from pdkv.host.fence import fence
-from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered, stretch
+from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered
 from pdkv.kv_store.terms import NO_TERMS, Terms
 
 MAGIC: Final = b"pdkvHS01"
@@ -138,12 +138,12 @@ class Segment:
         """Read a value into buffers of its size; `arrived` is told how far it has come. False: it is not there any
         more.
         """
-        assert found.size == sum(map(len, out))
+        assert found.size == len(out)
         stop = 0
         for offset, size in self._runs(found):
             for start in range(offset, offset + size, PART_BYTES):
                 stop_here = stop + min(PART_BYTES, offset + size - start)
-                if not self._read_part(start, stretch(out, stop, stop_here)):
+                if not self._read_part(start, out.stretch(stop, stop_here)):
                     return False
                 stop = stop_here
                 arrived(stop)

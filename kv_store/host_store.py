@@ -123,7 +123,7 @@ class HostStore(TellingStore):
             return [self._find(key_of(key)) is not None for key in keys]
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        return self._read_all(keys, [[buffer] for buffer in out], arrived)
+        return self._read_all(keys, [Scattered(buffer) for buffer in out], arrived)
 
     @property
     def can_scatter(self) -> bool:
@@ -137,7 +137,7 @@ class HostStore(TellingStore):
     def peek(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
         with self._call():
             return [
-                self._read(key_of(key), [buffer], _tell_nobody, is_use=False)
+                self._read(key_of(key), Scattered(buffer), _tell_nobody, is_use=False)
                 for key, buffer in zip(keys, out, strict=True)
             ]
 
@@ -248,7 +248,7 @@ class HostStore(TellingStore):
 
     def _read(self, key: Key, out: Scattered, arrived: Callable[[int], None], *, is_use: bool = True) -> bool:
         place = self._find(key, is_use=is_use)
-        return place is not None and place[1].size == sum(map(len, out)) and place[0].read(place[1], out, arrived)
+        return place is not None and place[1].size == len(out) and place[0].read(place[1], out, arrived)
 
     def _shun(self, name: str, found: Found) -> None:
         with self._lock:

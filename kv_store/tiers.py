@@ -123,7 +123,7 @@ class TieredStore(TellingStore):
             return [False] * len(keys)
         with tier.meter.reading():
             found = self._try(tier, partial(tier.store.read_scattered, keys, out, arrived, terms_of), [])
-        hits = [(i, sum(map(len, out[i]))) for i, is_found in enumerate(found or ()) if is_found]
+        hits = [(i, len(out[i])) for i, is_found in enumerate(found or ()) if is_found]
         with self._lock:
             tier.num_hits += len(hits)
         tier.meter.add(sum(size for _, size in hits))

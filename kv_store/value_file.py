@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered, stretch
+from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered
 
 _ALIGNMENT = 512  # of the value in the file
 _LENGTH_BYTES = 8
@@ -41,18 +41,18 @@ def read_value(fd: int, key: bytes, out: Scattered, arrived: Callable[[int], Non
 
     `arrived(stop)` is called after every PART_BYTES of the value.
     """
-    size = sum(map(len, out))
+    size = len(out)
     expected = encode_header(key, size)
     header = memoryview(bytearray(len(expected)))
     if os.fstat(fd).st_size != len(header) + size:
         return "other_size" if _describes_itself(fd, key) else "damaged"
     stop = min(PART_BYTES, size)
-    if not _transfer(os.preadv, fd, [header, *stretch(out, 0, stop)], 0) or header != expected:
+    if not _transfer(os.preadv, fd, [header, *out.stretch(0, stop)], 0) or header != expected:
         return "damaged"
     arrived(stop)
     for start in range(PART_BYTES, size, PART_BYTES):
         stop = min(start + PART_BYTES, size)
-        if not _transfer(os.preadv, fd, [*stretch(out, start, stop)], len(header) + start):
+        if not _transfer(os.preadv, fd, [*out.stretch(start, stop)], len(header) + start):
             return "damaged"
         arrived(stop)
     return "whole"

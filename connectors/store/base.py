@@ -2,7 +2,7 @@
 
 Every engine saves the KV that it has computed, in values of several units under content keys, and finds what any
 engine has saved; a hand-off is a lookup whose answer is known. No call of a store runs on the step thread. Whatever the
-store gives back is verified before it reaches a block (envelope.py): a store need not be trusted with its memory.
+store gives back is verified before anybody uses it (envelope.py): a store need not be trusted with its memory.
 """
 
 import time

@@ -27,7 +27,7 @@ from typing import Protocol, Self
 
 import xxhash
 
-from pdkv.kv_store.base import Buffer, Scattered, stretch
+from pdkv.kv_store.base import Buffer, Scattered
 
 FORMAT = 1
 ENVELOPE_BYTES = 64
@@ -64,7 +64,7 @@ class Sealer:
         """Write the envelope of value[:-ENVELOPE_BYTES] into the bytes behind it. `expires_at`: unix time; 0: it has no
         end.
         """
-        check = self.check(key, [value])
+        check = self.check(key, Scattered(value))
         check.arrived(len(value))
         value[-ENVELOPE_BYTES:] = check.envelope(expires_at)
 
@@ -93,9 +93,8 @@ class Check:
         self._empty = empty
         self._hash = empty.copy()
         self._value = value
-        self._envelope = value[-1][-ENVELOPE_BYTES:]
-        self._size = sum(map(len, value))
-        self._body_bytes = max(self._size - ENVELOPE_BYTES, 0)
+        self._envelope = value.buffers[-1][-ENVELOPE_BYTES:]
+        self._body_bytes = max(len(value) - ENVELOPE_BYTES, 0)
         self._is_signed = is_signed
         self._done = 0
 
@@ -103,14 +102,14 @@ class Check:
         """Bytes [0, stop) of the value are there; fewer than before: they have come anew."""
         if stop <= self._done:
             self._hash, self._done = self._empty.copy(), 0
-        for part in stretch(self._value, self._done, min(stop, self._body_bytes)):
+        for part in self._value.stretch(self._done, min(stop, self._body_bytes)):
             self._hash.update(part)
         self._done = stop
 
     def is_whole(self) -> bool:
         """Whether the buffer holds what somebody with the same secret has saved under this key."""
-        if self._done < self._size:
-            self.arrived(self._size)
+        if self._done < len(self._value):
+            self.arrived(len(self._value))
         return hmac.compare_digest(self._envelope, self.envelope(self.expires_at))
 
     @property

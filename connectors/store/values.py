@@ -95,30 +95,22 @@ class SealedValues:
         return Reading(missing, num_damaged, len(missed["expired"]))
 
     def get_scattered(
-        self, slots: Sequence[Slot], bodies: Sequence[Scattered], kv_terms: KVTerms | None = None
+        self, slots: Sequence[Slot], bodies: Sequence[Sequence[memoryview]], kv_terms: KVTerms | None = None
     ) -> list[bool]:
         """Read values straight into where their bodies belong, and their envelopes into their slots.
 
         Returns:
-            Which of them are whole. Of the others nothing is left, however this ends: `get` says what there is.
+            Which of them are whole. Of the others, part of a body may be in its place: `get` says what there is.
+
+        Raises:
+            StoreError: the store does not answer.
         """
-        out = [[*body, slot.view[-ENVELOPE_BYTES:]] for slot, body in zip(slots, bodies, strict=True)]
+        out = [Scattered(*body, slot.view[-ENVELOPE_BYTES:]) for slot, body in zip(slots, bodies, strict=True)]
 
         def read(keys: Sequence[bytes], arrived: Arrived, terms_of: TermsOf) -> list[bool]:
-            try:
-                return self.store.read_scattered(keys, out, arrived, terms_of)
-            except StoreError as error:
-                logger.debug("values are read through a buffer: %s", error)
-                return [False] * len(keys)
+            return self.store.read_scattered(keys, out, arrived, terms_of)
 
-        whole = [False] * len(slots)
-        try:
-            whole = [state == "whole" for state in self._read_into(slots, out, kv_terms, read)]
-        finally:
-            for body, is_whole in zip(bodies, whole, strict=True):
-                for place in () if is_whole else body:
-                    place[:] = bytes(len(place))
-        return whole
+        return [state == "whole" for state in self._read_into(slots, out, kv_terms, read)]
 
     def _read(self, slots: Sequence[Slot], store: KVStore, kv_terms: KVTerms | None) -> list[State]:
         """Read values into their slots."""
@@ -127,7 +119,7 @@ class SealedValues:
         def read(keys: Sequence[bytes], arrived: Arrived, terms_of: TermsOf) -> list[bool]:
             return store.read_on_terms(keys, out, arrived, terms_of)
 
-        return self._read_into(slots, [[view] for view in out], kv_terms, read)
+        return self._read_into(slots, [Scattered(view) for view in out], kv_terms, read)
 
     def _read_into(
         self,
@@ -155,7 +147,7 @@ class SealedValues:
 
     def end_of(self, slot: Slot) -> int:
         """The end of a value that is whole in its slot, as unix time; 0: it has none."""
-        return self._sealer.check(slot.key, [slot.view]).expires_at
+        return self._sealer.check(slot.key, Scattered(slot.view)).expires_at
 
     def kept_on(self, slots: Sequence[Slot], kv_terms: KVTerms | None) -> Mapping[bytes, Terms]:
         """The terms of values that are whole in their slots: the ends that they have, in this owner's room."""

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress, count
+from itertools import chain, compress, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
@@ -64,6 +64,10 @@ class _Read(NamedTuple):
     pieces: list[Piece]
     after: StepDone  # of whoever had the blocks before
     left: Sequence[int] = ()  # bytes from here to the load's end, by form; empty: there is nothing to choose
+
+
+_Places = dict[bytes, list[memoryview]]
+"""By a value's key, where in the pool its body belongs."""
 
 
 class _Write(NamedTuple):
@@ -311,9 +315,11 @@ class StoreWorker(TransferWorker):
         layers = self._layer_loads.get(job.key) if load.layerwise else None
         progress = self._progress[job.key]
         num_bytes = 0
+        places: _Places = {}  # that have been written to, and are not filled
 
         def filled(slot: Slot) -> None:
             nonlocal num_bytes
+            places.pop(slot.key, None)
             progress.filled(slot.value, 0 if load.kv_terms is None else self._values.end_of(slot))
             num_bytes += slot.data.nbytes
 
@@ -328,7 +334,12 @@ class StoreWorker(TransferWorker):
                 slots = [slot for slot in lay_out(pieces, buffer) if progress.wants(slot.value)]
                 if slots:
                     began = time.monotonic()
-                    if rest := self._read_in_place(job, order, slots, filled):
+                    there = set[bytes]()
+                    for slot in self._read_in_place(job, order, places, slots):
+                        filled(slot)
+                        there.add(slot.key)
+                    if rest := [slot for slot in slots if slot.key not in there]:
+                        job.check()
                         reading = self._values.get(rest, use, load.kv_terms)
                         missing = [slot.value for slot in reading.missing]
                         progress.missed(missing, reading.num_damaged, reading.num_expired)
@@ -337,29 +348,28 @@ class StoreWorker(TransferWorker):
             if layers is not None:
                 layers.fail()
             raise
+        finally:  # nothing that is not whole is left in a block
+            for piece in chain.from_iterable(places.values()):
+                piece[:] = bytes(len(piece))
         if layers is not None:
             layers.done(order.pieces[0].part.stage)
         return num_bytes
 
-    def _read_in_place(
-        self, job: Job, order: _Read, slots: Sequence[Slot], filled: Callable[[Slot], None]
-    ) -> Sequence[Slot]:
-        """Read values straight into their blocks where that can be; returns those that are not there after it. Nobody
-        reads these blocks before the load has ended.
+    def _read_in_place(self, job: Job, order: _Read, places: _Places, slots: Sequence[Slot]) -> Iterator[Slot]:
+        """Read values straight into their blocks, where that can be, and yield those that are there. In `places` are
+        those that this may have written to.
         """
         if self._coder is not None or not self._values.store.can_scatter:
-            return slots
+            return
+        found = {slot.key: place for slot in slots if (place := self._place_of(order.load, slot)) is not None}
+        if not found:
+            return
         order.after.wait(job.remaining_s())
-        places = {slot.key: place for slot in slots if (place := self._places(order.load, slot)) is not None}
-        mine = [slot for slot in slots if slot.key in places]
-        whole = self._values.get_scattered(mine, list(places.values()), order.load.kv_terms)
-        done = set(compress(places, whole))
-        for slot in slots:
-            if slot.key in done:
-                filled(slot)
-        return [slot for slot in slots if slot.key not in done]
+        places.update(found)
+        mine = [slot for slot in slots if slot.key in found]
+        yield from compress(mine, self._values.get_scattered(mine, list(found.values()), order.load.kv_terms))
 
-    def _places(self, load: StoreLoad, slot: Slot) -> list[memoryview] | None:
+    def _place_of(self, load: StoreLoad, slot: Slot) -> list[memoryview] | None:
         """Where in the pool a value's body belongs; None: not all of it does, or it is in too many pieces."""
         value = slot.value
         if value.start < load.start or value.stop > load.stop:

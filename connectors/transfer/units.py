@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _MAX_PARTS = 256
 """Of which a pool remembers the rows."""
 
-LEAST_PLACE_BYTES = 4 << 10
-"""Smaller pieces are not read one by one into their places."""
+LEAST_PLACE_BYTES = 32 << 10
+"""Smaller pieces are not read one by one into their places: of 16 KiB, that takes as long as a copy of all of them."""
 
 COPY_TIMEOUT_S = 30.0
 """A copy that a device has not made by then, and that waits for nothing, has met a device that hangs."""
@@ -169,7 +169,7 @@ class UnitPool:
 
     def places(self, units: Ids, part: UnitPart) -> list[memoryview] | None:
         """Where the bytes of the units' images lie in the pool, in their order; what is written there is in the pool.
-        None: on a device, or in so many small pieces that a copy by `scatter` is faster.
+        None: on a device, or in pieces of less than LEAST_PLACE_BYTES.
 
         Raises:
             ValueError: a unit or a part that the pool does not have.

@@ -173,7 +173,7 @@ def test_a_body_that_stops_in_the_middle_is_an_error_at_the_deadline(deployment:
         assert "0.3 s" in reply.read().decode()
 
 
-def test_a_stream_that_nobody_reads_ends_at_its_deadline(deployment: Running) -> None:
+def test_a_stream_that_nobody_reads_keeps_no_engine(deployment: Running) -> None:
     """F3: more than the sockets' buffers take is never written; the engines are free meanwhile."""
     host, port = deployment.url.removeprefix("http://").split(":")
     body = (

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pdkv.errors import StoreUnavailable
-from pdkv.kv_store.base import PART_BYTES, KVStore, stretch
+from pdkv.kv_store.base import PART_BYTES, KVStore, Scattered
 from pdkv.kv_store.terms import NO_TERMS
 
 Key = Callable[[int], bytes]
@@ -67,11 +67,11 @@ def test_values_come_straight_into_several_buffers_where_a_store_can_do_that(sto
     put(store, [key(0), key(1)], size)
     sizes = [1, 4096, 0, 7, PART_BYTES, size - PART_BYTES - 4104]
     keys = [key(1), key(7), key(0), key(0)]
-    out = [*([memoryview(bytearray(n)) for n in sizes] for _ in range(3)), buffers(1, size - 1)]
+    out = [*(Scattered(*(memoryview(bytearray(n)) for n in sizes)) for _ in range(3)), Scattered(*buffers(1, size - 1))]
     told: dict[int, list[int]] = {index: [] for index in range(4)}
 
     def arrived(index: int, stop: int) -> None:
-        got = b"".join(stretch(out[index], 0, stop))
+        got = b"".join(out[index].stretch(0, stop))
         assert got == value(0 if index == 2 else 1, size)[:stop]
         told[index].append(stop)
 

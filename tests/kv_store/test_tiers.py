@@ -9,7 +9,7 @@ import redis
 from store_servers import RedisServer
 
 from pdkv.errors import StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Held
+from pdkv.kv_store.base import Held, Scattered
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
@@ -57,10 +57,10 @@ def test_what_is_scattered_comes_from_the_first_tier_alone(server: RedisServer, 
     with TieredStore([files, RedisStore(server.url)]) as store, TieredStore([RedisStore(server.url), files]) as other:
         store.put(items(*KEYS))
         files.delete([b"b"])
-        out = [[memoryview(bytearray(1)), memoryview(bytearray(SIZE - 1))] for _ in KEYS]
+        out = [Scattered(memoryview(bytearray(1)), memoryview(bytearray(SIZE - 1))) for _ in KEYS]
         found = store.read_scattered(KEYS, out, lambda index, stop: None, lambda index: NO_TERMS)
         assert found == [True, False, True]
-        assert [b"".join(buffers) for buffers in (out[0], out[2])] == [b"a" * SIZE, b"c" * SIZE]
+        assert [b"".join(value.buffers) for value in (out[0], out[2])] == [b"a" * SIZE, b"c" * SIZE]
         assert store.count_tiers()["0-file"].hits == 2
         assert store.can_scatter
         assert not other.can_scatter

@@ -9,14 +9,14 @@ import xxhash
 from damage import MUTATIONS
 
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Sealer
-from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.base import Buffer, Scattered
 
 SIZES = (1, 64, 4096, 100_003)
 SEALERS = {"checksum": Sealer(), "signature": Sealer(b"a secret of sixteen bytes or more")}
 
 
 def is_whole(sealer: Sealer, key: bytes, value: Buffer) -> bool:
-    return sealer.check(key, [value]).is_whole()
+    return sealer.check(key, Scattered(value)).is_whole()
 
 
 def sealed(sealer: Sealer, key: bytes, body: bytes, expires_at: int = 0) -> memoryview:
@@ -62,12 +62,12 @@ def test_a_value_without_an_end_is_what_it_was_before_there_were_any(kind: str) 
 def test_a_value_has_the_end_that_it_was_sealed_with_and_no_other(kind: str, expires_at: int) -> None:
     sealer = SEALERS[kind]
     value = sealed(sealer, b"key", b"body", expires_at)
-    check = sealer.check(b"key", [value])
+    check = sealer.check(b"key", Scattered(value))
     assert (check.is_whole(), check.expires_at) == (True, expires_at)
     for other in (0, expires_at ^ 2, expires_at - 1):
         struct.pack_into("<Q", value, len(value) - 16, other)
         assert not is_whole(sealer, b"key", value), other
-    assert sealer.check(b"key", [sealed(sealer, b"key", b"body")]).expires_at == 0
+    assert sealer.check(b"key", Scattered(sealed(sealer, b"key", b"body"))).expires_at == 0
 
 
 def test_an_end_is_no_end_of_a_body() -> None:
@@ -121,15 +121,15 @@ def test_a_value_that_comes_in_parts_and_comes_anew_is_judged_by_what_is_in_the_
     for size in (1, 100, 5000):
         value = sealed(sealer, b"key", rng.randbytes(size))
         buffer = memoryview(bytearray(len(value)))
-        check = sealer.check(b"key", [buffer])
+        check = sealer.check(b"key", Scattered(buffer))
         for attempt, content in enumerate((rng.randbytes(len(value)), bytes(value))):
             stops = sorted(rng.sample(range(1, len(value)), 3))
             for start, stop in pairwise([0, *stops, *([len(value)] if attempt else [])]):
                 buffer[start:stop] = content[start:stop]
                 check.arrived(stop)
         assert check.is_whole()
-        late = sealer.check(b"key", [buffer])
+        late = sealer.check(b"key", Scattered(buffer))
         late.arrived(len(buffer) // 2)  # nobody tells of the rest
         assert late.is_whole()
         buffer[0] ^= 1
-        assert not sealer.check(b"key", [buffer]).is_whole()
+        assert not sealer.check(b"key", Scattered(buffer)).is_whole()

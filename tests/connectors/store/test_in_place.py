@@ -1,5 +1,6 @@
 """Values that are read straight into their blocks: whole ones, and nothing of any other."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import pytest
 import torch
 from store_rig import NUM_BLOCKS, Engine, prefill, scattered, view
 
+from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.units import UnitPool
-from pdkv.errors import StoreUnavailable, TransferError
+from pdkv.errors import TransferCancelled, TransferError
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
 
@@ -30,7 +32,6 @@ class Pair:
     def __init__(self, store: KVStore, **options: Any) -> None:
         self.producer, self.reader = Engine(store, "p"), Engine(store, "d", **options)
         self.kv, self.handoff = prefill(self.producer, NUM_TOKENS)
-        self.num_scattered = 0
 
     def load(self, num_hit: int = 0) -> tuple[str, list[int]]:
         """The code of the load's outcome, and its blocks."""
@@ -98,17 +99,55 @@ def test_what_lies_in_small_pieces_is_copied(
         engine.close()
 
 
-def test_a_store_that_fails_so_is_asked_the_other_way(
-    pair: Pair, store: KVStore, scatters: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> list[bool]:
-        raise StoreUnavailable("refused")
-
-    monkeypatch.setattr(store, "read_scattered", fail)
+def test_what_the_first_tier_has_lost_comes_from_the_next_one(pair: Pair, store: KVStore, scatters: list[int]) -> None:
+    first, *others = store.parts().values()
+    if not others:
+        pytest.skip("it has no tiers")
+    first.discard(None)
     code, blocks = pair.load()
     assert code == ""
     assert sum(scatters) == 13
     assert torch.equal(pair.reader.tokens(blocks, NUM_TOKENS), pair.kv)
+
+
+class LateStep(StepDone):
+    """It ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def wait(self, timeout_s: float) -> None:
+        assert self.ended.wait(timeout_s)
+
+
+def test_nothing_is_written_before_the_step_of_who_had_the_blocks_has_ended(pair: Pair) -> None:
+    step = pair.reader.earlier_steps = LateStep()
+    request = view("t", kv="await_peer", num_tokens=NUM_TOKENS + 1, handoff=pair.handoff, kv_ready=True, salt="0")
+    blocks = scattered(NUM_TOKENS, 16, start=3)
+    assert pair.reader.ask(request) == NUM_TOKENS
+    pair.reader.start_load(request, blocks, NUM_TOKENS)
+    assert not step.ended.wait(0.1)
+    assert bool((pair.reader.pools[0] == -1).all())
+    step.ended.set()
+    assert pair.reader.wait(request.transfer_key).code == ""
+    assert torch.equal(pair.reader.tokens(blocks, NUM_TOKENS), pair.kv)
+
+
+def test_a_load_that_was_given_up_is_not_read_once_more(
+    pair: Pair, store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = view("t", kv="await_peer", num_tokens=NUM_TOKENS + 1, handoff=pair.handoff, kv_ready=True, salt="0")
+
+    def give_up(keys: Any, *_: Any) -> list[bool]:
+        pair.reader.worker.cancel(request.transfer_key, "receive")
+        return [False] * len(keys)
+
+    monkeypatch.setattr(store, "read_scattered", give_up)
+    monkeypatch.setattr(store, "read_on_terms", lambda *_: pytest.fail("it is"))
+    assert pair.reader.ask(request) == NUM_TOKENS
+    pair.reader.start_load(request, scattered(NUM_TOKENS, 16, start=3), NUM_TOKENS)
+    assert pair.reader.wait(request.transfer_key).code == TransferCancelled.code
+    assert pair.reader.worker.num_unexpected_errors == 0
 
 
 def test_whatever_ends_it_no_part_of_a_value_is_left(
@@ -119,7 +158,7 @@ def test_whatever_ends_it_no_part_of_a_value_is_left(
 
     def fail(keys: Any, out: Any, *rest: Any) -> list[bool]:
         read(keys, out, *rest)
-        assert any(any(piece) for piece in out[0])
+        assert any(any(piece) for piece in out[0].buffers)
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(store, "read_scattered", fail)
