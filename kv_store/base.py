@@ -303,3 +303,23 @@ class TellingStore(KVStore):
 
     @abstractmethod
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]: ...
+
+
+class ScatteringStore(TellingStore):
+    """A store that reads values to where their bytes belong: `read` is that with one buffer for each."""
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
+        return self._read_all(keys, [Scattered(buffer) for buffer in out], arrived)
+
+    @property
+    def can_scatter(self) -> bool:
+        return True
+
+    def read_scattered(
+        self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
+    ) -> list[bool]:
+        return self._read_all(keys, out, arrived)
+
+    @abstractmethod
+    def _read_all(self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived) -> list[bool]:
+        """`read` into any buffers."""

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
-from pdkv.kv_store.base import Arrived, Buffer, Scattered, TellingStore, TermsOf
+from pdkv.kv_store.base import Arrived, Buffer, Scattered, ScatteringStore
 from pdkv.kv_store.connections import Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.value_file import ReadResult, read_value, write_value
@@ -27,7 +27,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SCANS_PER_CAPACITY = 16
 
 
-class FileStore(TellingStore):
+class FileStore(ScatteringStore):
     """A value is one file, named after its key's digest; the directory is the truth, whoever writes it.
 
     - A file is written under a temporary name and renamed: it is there whole or not at all. Nothing is synced: what a
@@ -73,18 +73,6 @@ class FileStore(TellingStore):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._io():
             return [self._directory.is_file(file_name(key)) for key in keys]
-
-    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        return self._read_all(keys, [Scattered(buffer) for buffer in out], arrived)
-
-    @property
-    def can_scatter(self) -> bool:
-        return True
-
-    def read_scattered(
-        self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
-    ) -> list[bool]:
-        return self._read_all(keys, out, arrived)
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         with self._io() as deadline:

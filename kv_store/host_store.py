@@ -26,7 +26,7 @@ from pdkv.errors import ConfigError, StoreUnable, StoreUnavailable
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
-from pdkv.kv_store.base import Arrived, Buffer, Held, Scattered, Sized, TellingStore, TermsOf, TierCounts, tier_name
+from pdkv.kv_store.base import Arrived, Buffer, Held, Scattered, ScatteringStore, Sized, TierCounts, tier_name
 from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
@@ -72,7 +72,7 @@ def write_address(directory: Path, name: str, address: SegmentAddress) -> Path:
     return temporary.rename(directory / f"{name}{_ADDRESS}")
 
 
-class HostStore(TellingStore):
+class HostStore(ScatteringStore):
     """Least recently used values of its own segment make room. Those of other segments are read and never changed."""
 
     medium: ClassVar[str] = "memory"
@@ -121,18 +121,6 @@ class HostStore(TellingStore):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._call():
             return [self._find(key_of(key)) is not None for key in keys]
-
-    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        return self._read_all(keys, [Scattered(buffer) for buffer in out], arrived)
-
-    @property
-    def can_scatter(self) -> bool:
-        return True
-
-    def read_scattered(
-        self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
-    ) -> list[bool]:
-        return self._read_all(keys, out, arrived)
 
     def peek(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
         with self._call():
