@@ -1,5 +1,6 @@
 """What a client asks of an answer's shape, and what engines are told of it."""
 
+import hashlib
 from typing import Any, Literal
 
 import msgspec
@@ -51,6 +52,11 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: GrammarKind
     text: str  # a normalised JSON schema, a regular expression, EBNF, or a structural tag as JSON
+
+    @property
+    def digest(self) -> bytes:
+        """(16,) of its kind and text: a grammar that was given up is refused by it."""
+        return hashlib.blake2b(f"{self.kind}\0{self.text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     def validate(self) -> None:
         """Raises InvalidRequest for more than MAX_GRAMMAR_BYTES."""

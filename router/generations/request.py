@@ -36,6 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0
     cache_salt: str = ""
     kv_terms: KVTerms | None = None  # of what engines store of its KV
+    tenant: str = ""  # a digest of whose request it is; empty: clients need no key
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran; empty: none
     timeout_s: float  # until its last token; infinite: as long as it gets on

@@ -50,4 +50,5 @@ def make_submit(
         traceparent=request.traceparent,
         load_timeout_s=load_timeout_s,
         kv_terms=request.kv_terms,
+        tenant=request.tenant,
     )

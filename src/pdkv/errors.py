@@ -2,6 +2,7 @@
 
 PdkvError
 ├── InvalidRequest           a client's mistake: HTTP 400 (404 for an unknown model)
+│   └── GrammarGivenUp       its grammar cost more than a grammar may
 ├── ConfigError              a wrong flag, file or value at start: exit code 2
 │   ├── ModelError           a model directory that is missing, broken or not supported
 │   ├── UnknownConnector     a connector name that no registry entry or entry point has
@@ -71,6 +72,12 @@ class InvalidRequest(PdkvError):
         super().__init__(message)
         self.param = param
         self.status = status
+
+
+class GrammarGivenUp(InvalidRequest):
+    """A grammar took more time or memory than a grammar may; router and engines refuse it for a minute by its digest."""
+
+    code = "grammar_given_up"
 
 
 class ConfigError(PdkvError):

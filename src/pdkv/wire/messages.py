@@ -329,6 +329,7 @@ class Submit(Message, frozen=True, kw_only=True):
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""  # W3C; likewise
     load_timeout_s: Seconds = 0.0  # of a load of what is lent: then it is computed; 0: as of any load
     kv_terms: KVTerms | None = None  # of what is stored of its KV; None: it has none
+    tenant: Id = ""  # a digest of whose request it is: the grammars of different tenants are matched apart
 
 
 class Abort(Message, frozen=True):
