@@ -29,13 +29,10 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 def stalling_grammar(rng: random.Random, count: int) -> str:
-    """Cheap to compile, and slow to match once 50 letters have passed: no answer of some tokens shows it."""
-    rules = [f"n{i} ::= n{i + 1} n{i + 1} | n{i + 1}" for i in range(12)]
-    choices = " | ".join(f'"{"a" * (i % 40 + 1)}" tail' for i in range(count))
-    letters = "".join(rng.choices("qzxjkv", k=6))
-    return "\n".join(
-        [f'root ::= "{letters * 8}" body', f"body ::= ({choices})+", *rules, 'n12 ::= "a"?', "tail ::= n0"]
-    )
+    """Cheap to compile, and beyond its first 300 letters ambiguous in 2^count ways, so that a trial sees nothing of it."""
+    letters = "".join(rng.choices("jkqvxz", k=6))
+    rules = [f'r{i} ::= r{i + 1} r{i + 1} | "b"' for i in range(count)]
+    return "\n".join([f'root ::= "{letters * 50}" r0', *rules, f'r{count} ::= "a"?'])
 
 
 class Hostile:
@@ -62,7 +59,7 @@ class Hostile:
         """One grammar that takes seconds to match, sent again when it was refused."""
         grammar = stalling_grammar(self._rng, self._rng.choice((60, 150, 240)))
         for _ in range(3):
-            await self.post("stalling grammar", {"max_tokens": 200, "structured_outputs": {"grammar": grammar}})
+            await self.post("stalling grammar", {"max_tokens": 400, "structured_outputs": {"grammar": grammar}})
 
     async def many_grammars(self) -> None:
         """60 new grammars of 23 kB at once."""
