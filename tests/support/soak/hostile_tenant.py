@@ -29,7 +29,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 def stalling_grammar(rng: random.Random, count: int) -> str:
-    """Cheap to compile, and beyond its first 300 letters ambiguous in 2^count ways, so that a trial sees nothing of it."""
+    """Cheap to compile, and ambiguous in 2^count ways behind its first 300 letters, which no trial gets past."""
     letters = "".join(rng.choices("jkqvxz", k=6))
     rules = [f'r{i} ::= r{i + 1} r{i + 1} | "b"' for i in range(count)]
     return "\n".join([f'root ::= "{letters * 50}" r0', *rules, f'r{count} ::= "a"?'])
