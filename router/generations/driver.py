@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdkv.errors import (
@@ -25,6 +25,7 @@ from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.engines.probes import Prober
 from pdkv.router.generations.changes import Changes
+from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.flow_state import FlowMessage, LenderMessage
 from pdkv.router.generations.generation import Generation
@@ -47,8 +48,13 @@ CACHE_MISSES = (KVNotFound.code, StaleGeneration.code)
 engines.
 """
 
-TELLING_TIMEOUT_S = 5.0
-"""A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
+TELLING_TIMEOUT_S, TELLING_GAPS = 5.0, 5
+"""A deadline that passes says more about the client than about the engine, if nothing else is against that, unless
+nothing came of it for so long, and for so many times as long as tokens usually take.
+"""
+
+PROVEN_S = 5.0
+"""An engine where something went well within this time is not blamed for a request that another one failed, too."""
 
 
 class Driver:
@@ -137,8 +143,11 @@ class Driver:
         for receiver, answer in sends:
             self._send(receiver, answer)
         failures = generation.failures
-        if failures is not None and failures.is_suspect and self.recovery.track(generation):
-            self._place_parked_soon()
+        if failures is not None:
+            if failures.doubted and len(flow.output_token_ids) > failures.doubted_at:
+                self._contradicted(failures, now)
+            if failures.is_suspect and self.recovery.track(generation):
+                self._place_parked_soon()
         generation.wake()
 
     def _handle_loan(self, engine: str, message: LenderMessage, now: float) -> None:
@@ -244,7 +253,7 @@ class Driver:
         if left_s > TIMER_SLACK_S and not generation.flow.ended:
             generation.timer = asyncio.get_running_loop().call_later(left_s, self._expire, generation)
         else:
-            self._apply(generation, generation.flow.expire(now))
+            self._apply(generation, generation.flow.expire(max(now, generation.expires_at)))
 
     # --- effects --------------------------------------------------------------------------------------------------
 
@@ -262,7 +271,7 @@ class Driver:
         flow = generation.flow
         self._send_all(sends)
         if flow.failure is not None and flow.request_id in self._generations:
-            self._blame(flow)
+            self._blame(generation)
             self._send_all(self.recovery.after_failure(generation))
         if flow.awaits_route or flow.awaits_decode:
             self._send_all(self._placing.place(generation))
@@ -291,22 +300,39 @@ class Driver:
             generation.wake()
             self._forget(generation)
 
-    def _blame(self, flow: RequestFlow) -> None:
+    def _blame(self, generation: Generation) -> None:
         """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
-        name, now = flow.failed_engine, self._clock()
+        flow, now = generation.flow, self._clock()
+        name, failures = flow.failed_engine, generation.failures
         if flow.request.probe or name is None or not self.fleet.is_ready(name):
             return
         engine = self.fleet.engines[name]
         if isinstance(flow.failure, RequestTimeout):
             evident = engine.health.explains_timeout()
-            if flow.request.patience_s < TELLING_TIMEOUT_S and not evident:
+            if generation.silent_s(now) < max(TELLING_TIMEOUT_S, TELLING_GAPS * generation.usual_gap_s) and not evident:
                 return
             if flow.awaits_kv and not evident:  # which of the two was too slow?
                 self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
                 return
         elif not flow.retryable or isinstance(flow.failure, EngineGivenUp | ServerBusy):
             return
+        elif is_final(flow.failure):
+            if failures is not None and failures.doubted:
+                self._confirmed((name, failures.doubted), now)
+            return
         engine.breaker.failed(now)
+
+    def _contradicted(self, failures: FailureRecord, now: float) -> None:
+        """What one engine failed as any would, another one gets on with."""
+        if (engine := self.fleet.engines.get(failures.doubted)) is not None:
+            engine.breaker.failed(now)
+        failures.doubted = ""
+
+    def _confirmed(self, names: Sequence[str], now: float) -> None:
+        """Two engines failed a request as any would: its own fault, unless nothing else goes well there either."""
+        for engine in [self.fleet.engines[name] for name in names if name in self.fleet.engines]:
+            if now - engine.health.last_good > PROVEN_S:
+                engine.breaker.failed(now)
 
     def _enter(self, generation: Generation) -> None:
         generation.enter(self.fleet)
@@ -374,6 +400,7 @@ class Driver:
         elif isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
             now = self._clock()
             self.fleet.begin_trial(engine, generation.flow.route, now)
+            generation.asked_at = now
             generation.timeline.sent(engine, message, now)
         try:
             self._backends[engine].send(message)

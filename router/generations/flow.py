@@ -198,7 +198,8 @@ class RequestFlow(FlowState):
     def fail(self, error: PdkvError, *, retryable: bool = False, engine: str | None = None) -> Sends:
         """End the generation with an error, by the fault of `engine` if one is named. Idempotent.
 
-        If it is retryable, the driver says next whether and how it goes on.
+        If it is retryable, the driver says next whether and how it goes on: also if the engine calls it final, since
+        that may be its own fault.
         """
         if self.ended:
             return _NOTHING
@@ -211,7 +212,8 @@ class RequestFlow(FlowState):
         output = self.output
         fault = output.fault_of(message)
         if fault:
-            return self.fail(RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id), engine=engine)
+            error = RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id)
+            return self.fail(error, retryable=True, engine=engine)
         token_ids = output.add(message)
         if not token_ids:
             return _NOTHING
@@ -298,7 +300,8 @@ class RequestFlow(FlowState):
         error = error_of(message)
         if isinstance(error, InvalidRequest):
             return self.fail(error)
-        return self.fail(error, retryable=message.retryable, engine=engine)
+        is_over = isinstance(error, RequestTimeout | RequestAborted)  # whatever another engine could do
+        return self.fail(error, retryable=message.retryable or not is_over, engine=engine)
 
     # --- parts ----------------------------------------------------------------------------------------------------
 

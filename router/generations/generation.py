@@ -24,6 +24,7 @@ class Generation:
         self.has_lossy_store = False  # an engine of it keeps KV in a codec with errors
         self.prompt_run_in = -1  # the last attempt in which the prompt was run
         self.loan_asked_at = began  # of the lender that was asked last
+        self.asked_at = began  # when an engine got a part of it last
         self.timer: asyncio.TimerHandle | None = None
         self.failures: FailureRecord | None = None  # what has gone wrong so far
         self._on_abort = on_abort
@@ -86,6 +87,16 @@ class Generation:
     def expires_at(self) -> float:
         """When its time is up, if no token comes before, by the dispatcher's clock."""
         return min(self.flow.deadline, self._last_token_at + self.flow.request.stall_timeout_s)
+
+    def silent_s(self, now: float) -> float:
+        """For how long no token has come of the engine that was asked last."""
+        return now - max(self._last_token_at, self.asked_at)
+
+    @property
+    def usual_gap_s(self) -> float:
+        """Mean time between two tokens so far; 0 before the second."""
+        first, num_gaps = self.timeline.first_token, len(self.flow.output_token_ids) - 1
+        return (self._last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
 
     def enter(self, fleet: Fleet) -> None:
         """Enter it in the books of the engines that it is under way on, and of no other."""

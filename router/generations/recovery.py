@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from pdkv.config import RecoveryConfig
-from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError
+from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError, RequestFailed
 from pdkv.router.engines.fleet import Counters, Fleet
-from pdkv.router.generations.failure_record import FailureRecord
+from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.trials import Trials
@@ -92,8 +92,12 @@ class Recovery:
             if number >= most:
                 text = f"{number} engines died while they ran this request {how}; it is given up"
                 return KillsEngines(text, request_id=flow.request_id)
+        if is_final(flow.failure) and failures.doubted:
+            return _tried_twice(flow.failure, failures.doubted, flow.failed_engine or "")
         if not self.may_go_on(generation):
             return flow.failure
+        if is_final(flow.failure):
+            failures.doubted, failures.doubted_at = flow.failed_engine or "", len(flow.output_token_ids)
         migrates, spared = bool(flow.output_token_ids), failures.spared
         failures.num_migrations += migrates and not spared
         failures.num_retries += not (migrates or spared)
@@ -174,8 +178,12 @@ class Recovery:
         return len(self._parked)
 
     def may_wait(self, generation: Generation) -> bool:
-        """Whether an engine that it needs may come: back, or free of another suspect."""
+        """Whether an engine that it needs may come: back, or free of another suspect. Nobody waits for a second opinion
+        on what may be the request's own fault.
+        """
         failures = generation.failures or FailureRecord()
+        if is_final(failures.error):
+            return False
         sides: tuple[Side, ...] = ("decode",) if generation.flow.awaits_decode else ("prefill", "decode")
         found = [any(self._may_come(side, failures)) for side in sides]
         return any(found) if self.config.take_over else all(found)
@@ -229,3 +237,11 @@ class Recovery:
         if generation.failures is None:
             generation.failures = FailureRecord()
         return generation.failures
+
+
+def _tried_twice(error: PdkvError, first: str, second: str) -> RequestFailed:
+    """A final failure that is believed."""
+    assert isinstance(error, RequestFailed)
+    twice = type(error)(f"{error} (tried twice: on {first} and on {second})", request_id=error.request_id)
+    twice.code = error.code
+    return twice
