@@ -244,7 +244,7 @@ class Dispatcher(Listener):
         """Begin a generation on these engines."""
         request = prompt.request
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
-        generation = Generation(flow, self.abort, now)
+        generation = Generation(flow, self._apply, now)
         if route is not NOWHERE:
             generation.num_uncached = self._holdings.uncached_tokens(prompt, route.prefill, route.offer)
         loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from pdkv.router.generations.request_log import RequestLog
 from pdkv.router.generations.timeline import Delays
 from pdkv.wire.frames import key_of
 from pdkv.wire.lending import borrower_id, is_lent
-from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, RouterToEngine, Submit, Tokens
+from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Release, RouterToEngine, Submit, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ nothing came of it for so long, and for so many times as long as tokens usually 
 
 PROVEN_S = 5.0
 """An engine where something went well within this time is not blamed for a request that another one failed, too."""
+
+
+MAX_CUT = 512
+"""Ids of generations that ended by stop strings and are remembered, since their engines' last tokens are no fault."""
 
 
 class Driver:
@@ -86,6 +91,7 @@ class Driver:
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
         self._request_log = RequestLog()
+        self._cut: deque[str] = deque(maxlen=MAX_CUT)  # ids of what was finished by its reader, the latest last
         self._parked_are_due = False  # they are about to be looked at
         self._log_limit = LogLimit()
 
@@ -111,11 +117,6 @@ class Driver:
         """What is known of the generations of a client's, a generation's or a trace's id, as JSON-ready data."""
         return self._request_log.find(name, self._generations.values(), self._clock())
 
-    def abort(self, generation: Generation) -> None:
-        """Give a generation up. Idempotent."""
-        if not generation.flow.ended:
-            self._apply(generation, generation.flow.abort())
-
     def engines_changed(self) -> None:
         """What engines may be asked for is another than before."""
         self.changes.notify()
@@ -128,7 +129,7 @@ class Driver:
         """Hand tokens on. This is the hot path: nothing else changes with them."""
         generation = self._generations.get(message.request_id)
         if generation is None or not generation.flow.accepts(engine, message):
-            self.counters.dropped_messages += 1
+            self._drop(message.request_id)
             return
         flow = generation.flow
         if generation.timeline.first_token is None:
@@ -154,7 +155,7 @@ class Driver:
         """A lender says something about what it was asked for, or has lent."""
         generation = self._generations.get(borrower_id(message.request_id))
         if generation is None or not generation.flow.accepts_loan(engine, message):
-            self.counters.dropped_messages += 1
+            self._drop(borrower_id(message.request_id))
             return
         flow = generation.flow
         is_answer = flow.loan.state == "asked"
@@ -192,7 +193,7 @@ class Driver:
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
         """Advance one generation."""
         if generation is None or not generation.flow.accepts(engine, message):
-            self.counters.dropped_messages += 1
+            self._drop(message.transfer_id if isinstance(message, Release) else message.request_id)
             return
         flow = generation.flow
         generation.timeline.heard(engine, message, flow, now)
@@ -203,6 +204,10 @@ class Driver:
         elif isinstance(message, Loaded):
             self._note_load(flow, engine, message, now)
         self._apply(generation, sends)
+
+    def _drop(self, name: str) -> None:
+        """A message is about what is over; that is remarkable unless the router has just finished it by itself."""
+        self.counters.dropped_messages += name not in self._cut
 
     def _note_prompt(self, generation: Generation) -> None:
         """Its prompt has been run: that is nobody's work any more."""
@@ -356,8 +361,10 @@ class Driver:
         self._request_log.ended(generation)
         if flow.failure is None:
             counters.finished += 1
+            if flow.is_cut:
+                self._cut.extend((flow.request_id, flow.transfer_id))
             self.delays.finished(generation.timeline)
-            for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
+            for name in self.fleet.engines.keys() & generation.workers:  # one may have been removed meanwhile
                 self.fleet.engines[name].succeeded(self._clock())
         elif isinstance(flow.failure, RequestAborted):
             counters.aborted += 1

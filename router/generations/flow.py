@@ -180,8 +180,15 @@ class RequestFlow(FlowState):
         error = EngineDied(f"engine {engine} died", request_id=self.request_id, retryable=True)
         return self.fail(error, retryable=True, engine=engine)
 
+    def finish(self) -> Sends:
+        """The client has all that it wants: a stop string, or a tool call, has ended its text. Idempotent."""
+        if self.ended:
+            return _NOTHING
+        self.finish_reason, self.is_cut = "stop", True
+        return self._close()
+
     def abort(self) -> Sends:
-        """The client gave up, or has all it wants. Idempotent."""
+        """The client gave up. Idempotent."""
         return self.fail(RequestAborted("the request was aborted", request_id=self.request_id))
 
     def expire(self, now: float) -> Sends:

@@ -49,6 +49,7 @@ class FlowState:
         self.sources: SourceCounts | None = None  # of that engine, as it said last
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
+        self.is_cut = False  # it was finished by its reader: engines may say more of it for a moment
         self.trial_tokens = 0  # new tokens that engines asked from now on let it get alone
         self._sources_known = False  # an earlier attempt brought tokens: the prompt's sources are what it said
         self._begin(route)

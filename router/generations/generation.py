@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pdkv.router.engines.books import Entry, kv_tokens
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.generations.failure_record import FailureRecord
-from pdkv.router.generations.flow import RequestFlow
+from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.request import Delta
 from pdkv.router.generations.timeline import Timeline
 from pdkv.wire.messages import SourceCounts
@@ -15,8 +15,8 @@ from pdkv.wire.messages import SourceCounts
 class Generation:
     """One running generation: an asynchronous iterator of deltas, for one reader."""
 
-    def __init__(self, flow: RequestFlow, on_abort: Callable[["Generation"], None], began: float = 0.0) -> None:
-        """`began`: now, by the dispatcher's clock."""
+    def __init__(self, flow: RequestFlow, on_end: Callable[["Generation", Sends], None], began: float = 0.0) -> None:
+        """`on_end` gets what is to be sent when the reader ends it; `began`: now, by the dispatcher's clock."""
         self.flow = flow
         self.timeline = Timeline(began)
         self.entries: list[Entry] = []  # in the books of the engines that it is under way on
@@ -27,7 +27,7 @@ class Generation:
         self.asked_at = began  # when an engine got a part of it last
         self.timer: asyncio.TimerHandle | None = None
         self.failures: FailureRecord | None = None  # what has gone wrong so far
-        self._on_abort = on_abort
+        self._on_end = on_end
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = True
         self._pauses = False  # there is more, for another turn of the event loop
@@ -59,6 +59,16 @@ class Generation:
     def ended(self) -> bool:
         """Whether there is nothing to take, and never will be."""
         return self.flow.ended and not self._has_news
+
+    @property
+    def workers(self) -> set[str]:
+        """The engines that this attempt got tokens of."""
+        flow, workers = self.flow, set[str]()
+        if self.prompt_run_in == flow.attempt and not flow.declined:
+            workers.add(flow.route.prefill)
+        if not flow.is_new_on(flow.route.decode):
+            workers.add(flow.route.decode)
+        return workers
 
     @property
     def num_attempts(self) -> int:
@@ -117,7 +127,13 @@ class Generation:
 
     def abort(self) -> None:
         """Give the generation up on all engines. Idempotent, and harmless after the end."""
-        self._on_abort(self)
+        if not self.flow.ended:
+            self._on_end(self, self.flow.abort())
+
+    def finish(self) -> None:
+        """The reader has all that it wants: the engines stop, and what they did went well. Idempotent, as `abort`."""
+        if not self.flow.ended:
+            self._on_end(self, self.flow.finish())
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
