@@ -8,6 +8,7 @@ from typing import Any
 
 from pdkv.errors import (
     EngineGivenUp,
+    GrammarGivenUp,
     InvalidRequest,
     KVNotFound,
     MalformedMessage,
@@ -30,6 +31,7 @@ from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.flow_state import FlowMessage, LenderMessage
 from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.given_up_grammars import GivenUpGrammars
 from pdkv.router.generations.loan import LOAN_TIMEOUT_S
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
@@ -85,6 +87,7 @@ class Driver:
         self.prober = prober
         self.changes = Changes()  # of engines, and of what they have to do; not told token by token
         self.delays = Delays()
+        self.given_up = GivenUpGrammars()
         self._placing = placing
         self._clock = clock
         self._backends: dict[str, Backend] = {}
@@ -370,6 +373,8 @@ class Driver:
             counters.aborted += 1
         else:
             counters.failed[flow.failure.code] += 1
+            if isinstance(flow.failure, GrammarGivenUp) and flow.request.params.grammar is not None:
+                self.given_up.add(flow.request.params.grammar, flow.failure, self._clock())
 
     def _place_parked_soon(self) -> None:
         """An engine came, or came free: those that wait are looked at in order, in a turn of their own."""

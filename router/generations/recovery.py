@@ -54,6 +54,10 @@ class Recovery:
         """Its next loss counts for no limit."""
         self._failures_of(generation).spared = True
 
+    def suspect(self, generation: Generation) -> None:
+        """It may be why its engine is late, which counts like a death: it is tried alone."""
+        self._failures_of(generation).suspect(len(generation.flow.output_token_ids))
+
     @contextmanager
     def leaving(self, generation: Generation, engine: str) -> Iterator[None]:
         """It is moved off an engine: it does not go back there now, nor while that is a suspect or draining."""
