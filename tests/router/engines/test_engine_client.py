@@ -56,7 +56,7 @@ def num_open() -> int:
 
 
 def test_an_engine_is_connected_again_after_descriptors_ran_out(endpoint: str, context: Context) -> None:
-    """F34: the attempt that failed was the last one, and the engine was lost until the router's restart."""
+    """F44: the attempt that failed was the last one, and the engine was lost until the router's restart."""
 
     async def main() -> None:
         listener = Listener()

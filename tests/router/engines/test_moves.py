@@ -374,7 +374,7 @@ class LateEngine:
 
 
 def test_a_grammar_that_holds_up_its_engine_is_not_carried_to_the_next() -> None:
-    """F35: one request stopped every engine in turn, as it was moved off each that was late by its mask."""
+    """F45: one request stopped every engine in turn, as it was moved off each that was late by its mask."""
 
     async def body(system: System) -> None:
         late = LateEngine(system, shaped_request("a+"), shaped_request("a+", 21), make_request(22))

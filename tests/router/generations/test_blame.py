@@ -75,7 +75,7 @@ def with_failing(body: Callable[[System], Awaitable[None]], **options: Any) -> N
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_engine_that_fails_everything_costs_no_request_and_is_avoided(side: str) -> None:
-    """F31: it failed fast, so it was the least loaded one for ever: 144,004 of 144,953 requests were lost."""
+    """F41: it failed fast, so it was the least loaded one for ever: 144,004 of 144,953 requests were lost."""
 
     async def body(system: System) -> None:
         bad = failing(system, f"{side}-0")
@@ -195,7 +195,7 @@ class Streams:
 
 
 def test_a_client_s_own_deadline_is_not_held_against_an_engine_that_still_sends() -> None:
-    """F32: one tenant with a short deadline and long answers moved everybody's requests off a well engine."""
+    """F42: one tenant with a short deadline and long answers moved everybody's requests off a well engine."""
     streams = Streams()
 
     async def body() -> None:

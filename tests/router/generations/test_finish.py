@@ -18,7 +18,7 @@ async def start(system: System, num_tokens: int = 3) -> Generation:
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 def test_it_is_finished_in_all_books(num_prefill: int) -> None:
-    """F33: it was an abort: breakers saw no success, histograms nothing, and operators a failure."""
+    """F43: it was an abort: breakers saw no success, histograms nothing, and operators a failure."""
 
     async def body(system: System) -> None:
         dispatcher = system.dispatcher

@@ -19,7 +19,7 @@ def shaped_request(pattern: str) -> GenerateRequest:
 
 
 def test_a_grammar_that_an_engine_gave_up_is_refused_for_a_minute_with_the_same_error() -> None:
-    """F36: the same grammar, sent again, held an engine up again at once."""
+    """F46: the same grammar, sent again, held an engine up again at once."""
     now = 100.0
 
     async def body(system: System) -> None:
