@@ -4,7 +4,6 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from pdkv.grammar.spec import Grammar
 from pdkv.router.engines.fleet import EngineState, Fleet
 from pdkv.router.engines.health import TICK_S
 from pdkv.router.generations.generation import Generation
@@ -23,9 +22,7 @@ STAY_TICKS = 30
 
 
 HELD_UP_S = 60.0
-"""A grammar that seems to hold up an engine does not leave it before. No grammar takes as long, within its limits: an
-engine that is late for longer has another reason.
-"""
+"""A grammar that seems to hold up an engine leaves it only then: no grammar takes as long, within its limits."""
 
 
 class Move(Protocol):
@@ -82,18 +79,20 @@ class Mover:
             self._staying = {request_id: tick for request_id, tick in self._staying.items() if request_id in live}
 
     def _find_movable(
-        self, suspects: Collection[str], generations: Iterable[Generation], rooms: "_Rooms"
+        self, suspects: Collection[str], generations: Collection[Generation], rooms: "_Rooms"
     ) -> Iterator["_Stuck"]:
         """Those for which there is room. One that could not be moved before does not hold up the others."""
         most = {side: max((r.num_tokens for r in rooms[side]), default=0) for side in SIDES}
-        late = {name: late_s for name in suspects if (late_s := self._fleet.engines[name].health.late_s) is not None}
-        grammars = _grammars_on([name for name, late_s in late.items() if late_s < HELD_UP_S], generations)
+        held_up = [name for name in suspects if (s := self._fleet.engines[name].health.late_s) and s < HELD_UP_S]
+        grammars = {n: {g.flow.request.params.grammar for g in generations if n in g.flow.engines} for n in held_up}
         for generation in generations:
             stuck = _find_stuck(generation, suspects)
             if stuck is None or any(most[side] < stuck.num_tokens for side in stuck.sides):
                 continue
-            if _holds_up(stuck, grammars):
-                continue
+            if stuck.has_grammar and stuck.engine in grammars:
+                failures = generation.failures
+                if len(grammars[stuck.engine] - {None}) == 1 or (failures is not None and failures.is_suspect):
+                    continue  # it is why the engine is late, and would hold up the next one, too
             next_try = self._staying.get(stuck.request_id)
             if next_try is None:
                 yield stuck
@@ -106,7 +105,7 @@ class Mover:
         found = [_find_room(rooms[side], stuck.num_tokens) for side in stuck.sides]
         if None in found:
             return
-        alone = _has_grammar(stuck.generation) and self._fleet.engines[stuck.engine].health.late_s is not None
+        alone = stuck.has_grammar and self._fleet.engines[stuck.engine].health.late_s is not None
         if self._move(stuck.generation, reason, away_from=stuck.engine, alone=alone):
             for room in {id(room): room for room in found if room is not None}.values():
                 room.take(stuck.num_tokens)
@@ -127,6 +126,11 @@ class _Stuck(NamedTuple):
     generation: Generation
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar of it may be why its engine is late."""
+        return self.generation.flow.request.params.grammar is not None
+
+    @property
     def num_tokens(self) -> int:
         """What is to be computed, or sent, again."""
         flow = self.generation.flow
@@ -142,31 +146,6 @@ def _find_stuck(generation: Generation, suspects: Collection[str]) -> _Stuck | N
             sides = SIDES if flow.route.aggregated else (side,)
             return _Stuck(False, generation.expires_at, generation.request_id, name, sides, generation)
     return None
-
-
-def _has_grammar(generation: Generation) -> bool:
-    return generation.flow.request.params.grammar is not None
-
-
-def _grammars_on(late: Collection[str], generations: Iterable[Generation]) -> Mapping[str, set[Grammar | None]]:
-    """The grammars of each of these engines."""
-    grammars: dict[str, set[Grammar | None]] = {name: set() for name in late}
-    for generation in generations if late else ():
-        if _has_grammar(generation):
-            for name in grammars.keys() & generation.flow.engines:
-                grammars[name].add(generation.flow.request.params.grammar)
-    return grammars
-
-
-def _holds_up(stuck: _Stuck, grammars: Mapping[str, set[Grammar | None]]) -> bool:
-    """Whether its grammar seems to be what its engine is late by: it would hold up the next one, too.
-
-    It is the only one there, or runs there alone: it was moved before, or was there when an engine died.
-    """
-    failures, known = stuck.generation.failures, grammars.get(stuck.engine)
-    if known is None or not _has_grammar(stuck.generation):
-        return False
-    return len(known) == 1 or (failures is not None and failures.is_suspect)
 
 
 class _Room:

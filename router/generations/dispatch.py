@@ -265,7 +265,7 @@ class Dispatcher(Listener):
         Args:
             away_from: absent: the engine that decodes, or else the one that runs the prompt.
             spared: it counts for no limit: nothing is wrong with the engine, nor with the generation.
-            alone: it may be why the engine is late: the next one runs nothing else beside it at first.
+            alone: it may be why the engine is late, and is tried alone on the next one.
 
         Returns:
             False: it stays where it is. It has ended, does not depend on that engine, has gone on elsewhere too often,
@@ -280,10 +280,8 @@ class Dispatcher(Listener):
             return False
         if spared:
             self.recovery.spare(generation)
-        if alone:
-            self.recovery.suspect(generation)
         error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
-        with self.recovery.leaving(generation, engine):
+        with self.recovery.leaving(generation, engine, alone=alone):
             self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
         return True
 

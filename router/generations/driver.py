@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from pdkv.errors import (
@@ -27,7 +27,7 @@ from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.engines.probes import Prober
 from pdkv.router.generations.changes import Changes
-from pdkv.router.generations.failure_record import FailureRecord, is_final
+from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.flow_state import FlowMessage, LenderMessage
 from pdkv.router.generations.generation import Generation
@@ -51,17 +51,11 @@ CACHE_MISSES = (KVNotFound.code, StaleGeneration.code)
 engines.
 """
 
-TELLING_TIMEOUT_S, TELLING_GAPS = 5.0, 5
-"""A deadline that passes says more about the client than about the engine, if nothing else is against that, unless
-nothing came of it for so long, and for so many times as long as tokens usually take.
-"""
+TELLING_TIMEOUT_S = 5.0
+"""A deadline that passes sooner behind an engine's last word says more about the client than about the engine."""
 
 PROVEN_S = 5.0
 """An engine where something went well within this time is not blamed for a request that another one failed, too."""
-
-
-MAX_CUT = 512
-"""Ids of generations that ended by stop strings and are remembered, since their engines' last tokens are no fault."""
 
 
 class Driver:
@@ -94,7 +88,7 @@ class Driver:
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
         self._request_log = RequestLog()
-        self._cut: deque[str] = deque(maxlen=MAX_CUT)  # ids of what was finished by its reader, the latest last
+        self._cut: deque[str] = deque(maxlen=512)  # ids of what readers finished of late: more may come of it
         self._parked_are_due = False  # they are about to be looked at
         self._log_limit = LogLimit()
 
@@ -148,8 +142,10 @@ class Driver:
             self._send(receiver, answer)
         failures = generation.failures
         if failures is not None:
-            if failures.doubted and len(flow.output_token_ids) > failures.doubted_at:
-                self._contradicted(failures, now)
+            if failures.doubted and len(flow.output_token_ids) > failures.doubted_at:  # another engine gets on with it
+                if (doubted := self.fleet.engines.get(failures.doubted)) is not None:
+                    doubted.breaker.failed(now)
+                failures.doubted = ""
             if failures.is_suspect and self.recovery.track(generation):
                 self._place_parked_soon()
         generation.wake()
@@ -317,7 +313,7 @@ class Driver:
         engine = self.fleet.engines[name]
         if isinstance(flow.failure, RequestTimeout):
             evident = engine.health.explains_timeout()
-            if generation.silent_s(now) < max(TELLING_TIMEOUT_S, TELLING_GAPS * generation.usual_gap_s) and not evident:
+            if not (evident or generation.is_overdue(now, TELLING_TIMEOUT_S)):
                 return
             if flow.awaits_kv and not evident:  # which of the two was too slow?
                 self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
@@ -325,22 +321,10 @@ class Driver:
         elif not flow.retryable or isinstance(flow.failure, EngineGivenUp | ServerBusy):
             return
         elif is_final(flow.failure):
-            if failures is not None and failures.doubted:
-                self._confirmed((name, failures.doubted), now)
-            return
+            is_second = failures is not None and failures.doubted
+            if not is_second or now - engine.health.last_good < PROVEN_S:
+                return
         engine.breaker.failed(now)
-
-    def _contradicted(self, failures: FailureRecord, now: float) -> None:
-        """What one engine failed as any would, another one gets on with."""
-        if (engine := self.fleet.engines.get(failures.doubted)) is not None:
-            engine.breaker.failed(now)
-        failures.doubted = ""
-
-    def _confirmed(self, names: Sequence[str], now: float) -> None:
-        """Two engines failed a request as any would: its own fault, unless nothing else goes well there either."""
-        for engine in [self.fleet.engines[name] for name in names if name in self.fleet.engines]:
-            if now - engine.health.last_good > PROVEN_S:
-                engine.breaker.failed(now)
 
     def _enter(self, generation: Generation) -> None:
         generation.enter(self.fleet)
@@ -367,8 +351,9 @@ class Driver:
             if flow.is_cut:
                 self._cut.extend((flow.request_id, flow.transfer_id))
             self.delays.finished(generation.timeline)
-            for name in self.fleet.engines.keys() & generation.workers:  # one may have been removed meanwhile
-                self.fleet.engines[name].succeeded(self._clock())
+            for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
+                if name != flow.route.decode or not flow.is_new_on(name):
+                    self.fleet.engines[name].succeeded(self._clock())
         elif isinstance(flow.failure, RequestAborted):
             counters.aborted += 1
         else:

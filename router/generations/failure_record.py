@@ -1,6 +1,7 @@
 """What has gone wrong for one generation so far."""
 
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from pdkv.errors import PdkvError, RequestFailed
 
@@ -8,7 +9,7 @@ TOKENS_TO_CLEAR = 2
 """New tokens after which a suspect is none any more: one may be prefill's, the other is decode's."""
 
 
-def is_final(error: PdkvError | None) -> bool:
+def is_final(error: PdkvError | None) -> TypeGuard[RequestFailed]:
     """Whether an engine says that another one would fail the request, too. It is not believed of one engine alone."""
     return isinstance(error, RequestFailed) and not error.retryable
 

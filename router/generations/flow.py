@@ -166,12 +166,12 @@ class RequestFlow(FlowState):
         route = self.route
         if self.ended:
             if engine == route.prefill:  # whoever goes on with it must not go back there
-                self.prefill, self._released, self._prefill_gone = "done", True, True
+                self.prefill, self._released, self.prefill_gone = "done", True, True
             return _NOTHING
         if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):
             # Its part was over. Decode finds out about the KV by its peers, but only a prefill engine that writes into
             # decode's blocks can say that nothing will come any more, and it cannot say so now.
-            self.prefill, self._released, self._prefill_gone = "done", True, True
+            self.prefill, self._released, self.prefill_gone = "done", True, True
             return self._never() if self._ticket is not None else _NOTHING
         if engine == route.prefill:
             self.prefill, self._released = "done", True
@@ -283,7 +283,7 @@ class RequestFlow(FlowState):
         if self.loan.state == "asked":
             return _NOTHING  # prefill gets the ticket with its Submit
         if message.ticket is not None:
-            if self._prefill_gone:
+            if self.prefill_gone:
                 return self._never()
             ticket = KVTicket(self.request_id, self.prefill_attempt, message.ticket, self._ticket_number)
             return [(self.route.prefill, ticket)]

@@ -64,7 +64,7 @@ class FlowState:
         self._num_before_decode = 0  # tokens that did not come from the decode part
         self._recovered()
         self._released = False
-        self._prefill_gone = False
+        self.prefill_gone = False  # the prefill engine died after its part was over
         self._pushes = False  # an earlier decode part gave a ticket
         self._ticket: bytes | None = None
         self._ticket_number = 0  # of the ticket that came, or will come, last
@@ -172,11 +172,6 @@ class FlowState:
         """The engine that `reader` has its KV from, or will."""
         borrows = reader == self.route.prefill and not self.route.aggregated
         return self.loan.lender if borrows else self.route.prefill
-
-    @property
-    def prefill_gone(self) -> bool:
-        """Whether the prefill engine died after its part was over."""
-        return self._prefill_gone
 
     @property
     def awaits_kv(self) -> bool:

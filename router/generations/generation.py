@@ -61,16 +61,6 @@ class Generation:
         return self.flow.ended and not self._has_news
 
     @property
-    def workers(self) -> set[str]:
-        """The engines that this attempt got tokens of."""
-        flow, workers = self.flow, set[str]()
-        if self.prompt_run_in == flow.attempt and not flow.declined:
-            workers.add(flow.route.prefill)
-        if not flow.is_new_on(flow.route.decode):
-            workers.add(flow.route.decode)
-        return workers
-
-    @property
     def num_attempts(self) -> int:
         """How often engines were asked for it, the first time included."""
         return self.flow.attempt + 1
@@ -98,15 +88,11 @@ class Generation:
         """When its time is up, if no token comes before, by the dispatcher's clock."""
         return min(self.flow.deadline, self._last_token_at + self.flow.request.stall_timeout_s)
 
-    def silent_s(self, now: float) -> float:
-        """For how long no token has come of the engine that was asked last."""
-        return now - max(self._last_token_at, self.asked_at)
-
-    @property
-    def usual_gap_s(self) -> float:
-        """Mean time between two tokens so far; 0 before the second."""
+    def is_overdue(self, now: float, least_s: float) -> bool:
+        """Whether nothing came from the engine that was asked last for so long, and for five usual gaps."""
         first, num_gaps = self.timeline.first_token, len(self.flow.output_token_ids) - 1
-        return (self._last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
+        gap_s = (self._last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
+        return now - max(self._last_token_at, self.asked_at) >= max(least_s, 5 * gap_s)
 
     def enter(self, fleet: Fleet) -> None:
         """Enter it in the books of the engines that it is under way on, and of no other."""

@@ -1,16 +1,10 @@
-"""Grammars that engines gave up, since they cost too much, are refused by their digest before any engine is asked.
-
-Each of them would hold an engine up again, and the next one after that.
-"""
+"""Grammars that engines gave up, since they cost too much, are refused by their digest before any engine is asked."""
 
 from pdkv.errors import GrammarGivenUp
 from pdkv.grammar.spec import Grammar
 
-REFUSED_S = 60.0
-"""How long a grammar that was given up is refused."""
-
-MAX_GIVEN_UP = 1024
-"""Grammars that are remembered; of more the oldest are forgotten."""
+REFUSED_S, MAX_GIVEN_UP = 60.0, 1024
+"""How long a grammar that was given up is refused, and how many are remembered: the latest."""
 
 
 class GivenUpGrammars:

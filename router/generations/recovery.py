@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from pdkv.config import RecoveryConfig
-from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError, RequestFailed
+from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import Sends
@@ -54,14 +54,15 @@ class Recovery:
         """Its next loss counts for no limit."""
         self._failures_of(generation).spared = True
 
-    def suspect(self, generation: Generation) -> None:
-        """It may be why its engine is late, which counts like a death: it is tried alone."""
-        self._failures_of(generation).suspect(len(generation.flow.output_token_ids))
-
     @contextmanager
-    def leaving(self, generation: Generation, engine: str) -> Iterator[None]:
-        """It is moved off an engine: it does not go back there now, nor while that is a suspect or draining."""
+    def leaving(self, generation: Generation, engine: str, *, alone: bool) -> Iterator[None]:
+        """It is moved off an engine: it does not go back there now, nor while that is a suspect or draining.
+
+        `alone`: it may be why that is late, which counts like a death: it is tried alone.
+        """
         failures = self._failures_of(generation)
+        if alone:
+            failures.suspect(len(generation.flow.output_token_ids))
         failures.leaving, failures.left[engine] = engine, self._epoch(engine)
         try:
             yield
@@ -97,7 +98,10 @@ class Recovery:
                 text = f"{number} engines died while they ran this request {how}; it is given up"
                 return KillsEngines(text, request_id=flow.request_id)
         if is_final(flow.failure) and failures.doubted:
-            return _tried_twice(flow.failure, failures.doubted, flow.failed_engine or "")
+            text = f"{flow.failure} (tried twice: on {failures.doubted} and on {flow.failed_engine})"
+            twice = type(flow.failure)(text, request_id=flow.request_id)
+            twice.code = flow.failure.code
+            return twice
         if not self.may_go_on(generation):
             return flow.failure
         if is_final(flow.failure):
@@ -182,8 +186,8 @@ class Recovery:
         return len(self._parked)
 
     def may_wait(self, generation: Generation) -> bool:
-        """Whether an engine that it needs may come: back, or free of another suspect. Nobody waits for a second opinion
-        on what may be the request's own fault.
+        """Whether an engine that it needs may come: back, or free of another suspect. What may be its own fault waits for
+        no second engine.
         """
         failures = generation.failures or FailureRecord()
         if is_final(failures.error):
@@ -241,11 +245,3 @@ class Recovery:
         if generation.failures is None:
             generation.failures = FailureRecord()
         return generation.failures
-
-
-def _tried_twice(error: PdkvError, first: str, second: str) -> RequestFailed:
-    """A final failure that is believed."""
-    assert isinstance(error, RequestFailed)
-    twice = type(error)(f"{error} (tried twice: on {first} and on {second})", request_id=error.request_id)
-    twice.code = error.code
-    return twice

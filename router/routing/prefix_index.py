@@ -176,18 +176,6 @@ class PrefixIndex:
             found.update(dict.fromkeys(self._engines(alive), len(keys) * self.hash_block_size))
         return found
 
-    def match_one(self, engine: str, keys: Sequence[bytes]) -> int:
-        """Tokens of the longest prefix of `keys` that this engine holds."""
-        part, shards = self._parts.get(engine), self._shards
-        if part is None:
-            return 0
-        if part.num_needed:
-            return self._match_windows(keys, part.bit).get(engine, 0)
-        for num_keys, key in enumerate(keys):
-            if not shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0) & part.bit:
-                return num_keys * self.hash_block_size
-        return len(keys) * self.hash_block_size
-
     @property
     def _windowed(self) -> int:
         """Bits of engines that need only a prefix's end."""

@@ -152,7 +152,7 @@ def test_a_stream_that_decode_fails_goes_on_on_another_engine_and_tells_against_
         bad = system.backends[generation.decode_engine]
         bad.engine.tasks.clear()
         bad.say(Failed(generation.request_id, 0, "non_finite_logits", "NaN", retryable=False))
-        assert num_failures(system, bad.name) == 0  # nobody has contradicted it
+        assert num_failures(system, bad.name) == 0  # no other engine has contradicted it
         assert (await collect(generation))[0] == expected_output(request)
         assert num_failures(system, bad.name) == 1
         assert generation.decode_engine != bad.name

@@ -26,7 +26,7 @@ def test_it_is_finished_in_all_books(num_prefill: int) -> None:
         decode = system.backends[generation.decode_engine]
         generation.finish()
         generation.finish()
-        generation.abort()  # whoever served it always does
+        generation.abort()  # as the endpoint does at every end
         await until(lambda: not decode.engine.tasks)
         assert [type(m) for m in decode.engine.received if isinstance(m, Abort)] == [Abort]
         assert (dispatcher.counters.finished, dispatcher.counters.aborted) == (1, 0)

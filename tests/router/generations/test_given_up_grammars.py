@@ -33,7 +33,7 @@ def test_a_grammar_that_an_engine_gave_up_is_refused_for_a_minute_with_the_same_
         system.backends["any-0"].say(failed)
         with pytest.raises(GrammarGivenUp, match=text) as first:
             await collect(generation)
-        assert system.backends["any-1"].heard(Submit) == []  # it is the client's mistake: nobody else is to try it
+        assert system.backends["any-1"].heard(Submit) == []  # it is the client's mistake: no other engine is to try it
         assert {e["breaker"] for e in system.dispatcher.topology()["engines"]} == {"closed"}
         system.backends["any-0"].release()
         now += REFUSED_S - 1.0
