@@ -181,11 +181,11 @@ class PrefixIndex:
         """Bits of engines that need only a prefix's end."""
         return sum(part.bit for part in self._parts.values() if part.num_needed)
 
-    def _match_windows(self, keys: Sequence[bytes], bits: int = -1) -> dict[str, int]:
-        """`match` for those of the engines with these bits that need only a prefix's end."""
+    def _match_windows(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """`match` for engines that need only a prefix's end."""
         by_needed: dict[int, int] = {}
         for part in self._parts.values():
-            if part.num_needed and part.bit & bits:
+            if part.num_needed:
                 by_needed[part.num_needed] = by_needed.get(part.num_needed, 0) | part.bit
         if not by_needed:
             return {}

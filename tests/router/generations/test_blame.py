@@ -132,7 +132,7 @@ def test_what_two_engines_refuse_is_the_request_s_fault_and_is_tried_on_no_third
 
 @pytest.mark.parametrize("retry_limit", [0, 3])
 def test_what_no_other_engine_can_try_is_believed_at_once(retry_limit: int) -> None:
-    """Also where one is gone that may come back: who waits for it is the client."""
+    """Also where one is gone that may come back: the client would be who waits."""
 
     async def body(system: System) -> None:
         if retry_limit:
