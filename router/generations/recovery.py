@@ -186,12 +186,10 @@ class Recovery:
         return len(self._parked)
 
     def may_wait(self, generation: Generation) -> bool:
-        """Whether an engine that it needs may come: back, or free of another suspect. What may be its own fault waits for
-        no second engine.
-        """
+        """Whether an engine that it needs may come: back, or free of another suspect."""
         failures = generation.failures or FailureRecord()
         if is_final(failures.error):
-            return False
+            return False  # what may be its own fault waits for no second engine
         sides: tuple[Side, ...] = ("decode",) if generation.flow.awaits_decode else ("prefill", "decode")
         found = [any(self._may_come(side, failures)) for side in sides]
         return any(found) if self.config.take_over else all(found)
