@@ -220,10 +220,12 @@ class Dispatcher(Listener):
 
         Raises:
             EngineUnavailable: none can take it now.
+            GrammarGivenUp: an engine gave its grammar up a moment ago.
         """
         if self._closed:
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
+        self.given_up.check(request.params.grammar, now)
         prompt = self._holdings.of(request)
         try:
             route = self._routes.choose(prompt, now, may_stay=True)
@@ -244,7 +246,7 @@ class Dispatcher(Listener):
         """Begin a generation on these engines."""
         request = prompt.request
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
-        generation = Generation(flow, self.abort, now)
+        generation = Generation(flow, self._apply, now)
         if route is not NOWHERE:
             generation.num_uncached = self._holdings.uncached_tokens(prompt, route.prefill, route.offer)
         loop = asyncio.get_running_loop()
@@ -255,12 +257,15 @@ class Dispatcher(Listener):
         self._apply(generation, flow.start(now))
         return generation
 
-    def move(self, generation: Generation, reason: str, *, away_from: str = "", spared: bool = False) -> bool:
+    def move(
+        self, generation: Generation, reason: str, *, away_from: str = "", spared: bool = False, alone: bool = False
+    ) -> bool:
         """Take a generation off an engine that lives, and go on on another one; it counts as a migration.
 
         Args:
             away_from: absent: the engine that decodes, or else the one that runs the prompt.
             spared: it counts for no limit: nothing is wrong with the engine, nor with the generation.
+            alone: it may be why the engine is late, and is tried alone on the next one.
 
         Returns:
             False: it stays where it is. It has ended, does not depend on that engine, has gone on elsewhere too often,
@@ -276,7 +281,7 @@ class Dispatcher(Listener):
         if spared:
             self.recovery.spare(generation)
         error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
-        with self.recovery.leaving(generation, engine):
+        with self.recovery.leaving(generation, engine, alone=alone):
             self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
         return True
 

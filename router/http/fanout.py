@@ -251,7 +251,7 @@ class Fanout:
         if shown.finish_reason is not None:
             self._metrics.choice_ended(shown.finish_reason)
         if choice.finished and delta.finish_reason is None:
-            generation.abort()  # a stop string: the engines know nothing of it
+            generation.finish()  # a stop string, or a tool call: the engines know nothing of it
         return shown
 
     def _ended_early(self) -> RequestFailed:

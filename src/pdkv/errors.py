@@ -218,13 +218,13 @@ class RequestAborted(RequestFailed):
 
 
 class NonFiniteLogits(RequestFailed):
-    """The model computed NaN or infinity for the request; another engine would, too."""
+    """The model computed NaN or infinity for the request; on a second engine it did, too, if there is one."""
 
     code = "non_finite_logits"
 
 
 class LogitsProcessorFailed(RequestFailed):
-    """A logits processor raised, or returned what are no logits; on another engine it would, too."""
+    """A logits processor raised, or returned what are no logits; on a second engine it did, too, if there is one."""
 
     code = "logits_processor_failed"
 

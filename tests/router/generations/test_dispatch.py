@@ -15,8 +15,8 @@ from pdkv.errors import (
     ConfigError,
     EngineUnavailable,
     IncompatiblePeers,
+    InvalidRequest,
     RequestAborted,
-    RequestFailed,
     RequestTimeout,
 )
 from pdkv.router.generations.dispatch import Delta, Dispatcher
@@ -308,20 +308,19 @@ def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
     run(System(1, 2), body)
 
 
-def test_retryable_failure_goes_elsewhere_and_a_final_one_does_not() -> None:
+def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_not() -> None:
     async def body(system: System) -> None:
-        for retryable in (True, False):
+        for code in ("overloaded", InvalidRequest.code):
             system.backends["prefill-0"].held = True
             generation = system.dispatcher.start(make_request())
             submit = system.backends["prefill-0"].heard(Submit)[-1]
             system.backends["prefill-0"].engine.tasks.clear()
-            system.backends["prefill-0"].say(Failed(submit.request_id, 0, "overloaded", "no room", retryable))
-            if retryable:
+            system.backends["prefill-0"].say(Failed(submit.request_id, 0, code, "no room", code == "overloaded"))
+            if code == "overloaded":
                 assert (await collect(generation))[0] == expected_output(generation.flow.request)
             else:
-                with pytest.raises(RequestFailed, match="no room") as info:
+                with pytest.raises(InvalidRequest, match=r"^no room$"):
                     await collect(generation)
-                assert info.value.code == "overloaded"
 
     system = System(2, 1)
     system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
