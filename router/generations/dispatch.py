@@ -23,7 +23,6 @@ from pdkv.router.engines.fleet import ORDERS, Counters, EngineSnapshot, Fleet
 from pdkv.router.engines.health import TICK_S, HealthSnapshot, log_suspects
 from pdkv.router.engines.moves import Mover
 from pdkv.router.engines.probes import Prober, probe_request
-from pdkv.router.engines.shared_marks import SharedMarks, own_marks
 from pdkv.router.engines.views import describe_engine, describe_fleet, snapshot_engines, snapshot_health
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
@@ -92,7 +91,6 @@ class Dispatcher(Listener):
             prober=Prober(fleet, orders, health.probe_interval_s),
             clock=clock,
         )
-        self.shared_marks: SharedMarks | None = None
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._mover = Mover(fleet, self.move, take_over=limits.take_over)
         self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and so no candidate
@@ -169,8 +167,6 @@ class Dispatcher(Listener):
             self._place_parked_soon()
             self.on_room()
         now = self._clock()
-        if self.shared_marks is not None:
-            self.shared_marks.update(own_marks(self.fleet, now))
         if self.ready and (route := self.prober.due(now)) is not None:
             self._launch(self._holdings.of(probe_request(route)), route, now)
 

@@ -413,13 +413,6 @@ class HealthConfig:
     probe_interval_s: float = option(
         10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never", ge=0
     )
-    redis: str = option(
-        "",
-        "redis:// URL (or @FILE that holds it) of a server through which several routers tell each other which "
-        "engines are suspect or failing; empty: none",
-        metavar="URL",
-        secret=True,
-    )
 
     def __post_init__(self) -> None:
         check_bounds(self)
