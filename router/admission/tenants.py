@@ -2,8 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -134,3 +135,9 @@ class Tenant:
 
 def _number_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def payer(scope: Mapping[str, Any]) -> str:
+    """Who shares what the router itself has, its memory and its threads: a key's tenant, else a client's address."""
+    tenant: Tenant | None = scope.get(TENANT)
+    return tenant.name if tenant is not None else (scope.get("client") or ("local",))[0]

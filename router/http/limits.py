@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 from pdkv.config import HttpLimits
 from pdkv.errors import ServerBusy
 from pdkv.limits import clip
+from pdkv.router.admission.tenants import payer
 from pdkv.router.http.budget import SMALL_BYTES, ByteBudget, Held
 from pdkv.router.http.connections import Connections
 from pdkv.router.http.paused_body import PAUSE_BODY, PausedBody
@@ -114,6 +115,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Admit it, or say that there are too many."""
         self._connection = transport
         super().connection_made(ResponseTransport(transport, self.end))
+        self._kept.key = payer({"client": self.client})
         self._room.opened(self)
         if self._room.admit():
             self._room.idle(self)

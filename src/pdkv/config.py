@@ -284,9 +284,6 @@ class HttpLimits:
         size=True,
         ge=1,
     )
-    max_queued_text: int = option(
-        16 << 20, "request bodies in the tokenizer or in its queue; beyond it they wait for the queue", size=True, ge=1
-    )
     max_header_bytes: int = option(32 << 10, "size of a request line and headers; larger ones get 431", size=True, ge=1)
     max_headers: int = option(100, "number of headers of a request; more get 431", ge=1)
     max_url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", size=True, ge=1)
