@@ -168,8 +168,8 @@ class BodyReader:
             what = "there was no room for the body" if self._is_waiting else "the body did not arrive"
             return RequestTimeout(f"{what} within {timeout_s:g} s", request_id=self._request_id)
         if self._is_waiting:
-            what = f"{self._budget.what}, of which a client may hold as much as it leaves free of {self._budget.limit} bytes"
-            return ServerBusy(f"there was no room for the body within {limit_s:g} s in {what}: try again")
+            where = f"{self._budget.what}, {self._budget.limit} bytes of which a client may hold what it leaves free"
+            return ServerBusy(f"there was no room for the body within {limit_s:g} s in {where}: try again")
         if self._is_slow:
             return InvalidRequest("the body came too slowly while others waited: send it faster", status=408)
         return InvalidRequest(f"the body did not arrive within {limit_s:g} s (--body-timeout-s)", status=408)

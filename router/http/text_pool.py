@@ -1,6 +1,7 @@
 """Where large bodies are decoded and tokenized, and large replies encoded: threads, so that the loop goes on."""
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -89,25 +90,18 @@ class TextPool:
         """
         cancelled = threading.Event()
         seconds = _BASE_S + size * _S_PER_BYTE
-
-        def on_text() -> T:
-            end = time.thread_time() + seconds
-            return work(lambda: cancelled.is_set() or time.thread_time() > end)
-
-        def on_schema() -> T:
-            return work(cancelled.is_set)
-
         self.held += size
         try:
             try:
-                return await _result(self._long if size > SMALL_BYTES else self._short, on_text, key, seconds)
+                lane = self._long if size > SMALL_BYTES else self._short
+                return await _result(lane, functools.partial(_on_text, work, cancelled, seconds), key, seconds)
             except RequestAborted:  # by its own time: its caller has not left
                 pass
-            return await _result(self._schemas, on_schema, key, _SCHEMA_S)
+            return await _result(self._schemas, functools.partial(work, cancelled.is_set), key, _SCHEMA_S)
         finally:
             cancelled.set()
             self.held -= size
-            del work, on_text, on_schema  # a failure's traceback holds this frame: it must not hold the body
+            del work  # a failure's traceback holds this frame: it must not hold the body
 
     async def encode(self, work: Callable[[], T]) -> T:
         """The result of `work`, a piece of a reply; cancel the caller to drop it from the queue."""
@@ -118,6 +112,11 @@ class TextPool:
         self._replies.shutdown(wait=False, cancel_futures=True)
         for lane in (self._short, self._long, self._schemas):
             lane.close()
+
+
+def _on_text(work: Work[T], cancelled: threading.Event, seconds: float) -> T:
+    end = time.thread_time() + seconds
+    return work(lambda: cancelled.is_set() or time.thread_time() > end)
 
 
 async def _result(lane: _Lane, work: Callable[[], T], key: str, seconds: float) -> T:

@@ -1,7 +1,6 @@
 """Bodies on real connections: they wait for room unread, in order, as long as they may."""
 
 import asyncio
-import json
 
 import pytest
 from fake_dispatcher import FakeDispatcher, say

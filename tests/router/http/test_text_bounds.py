@@ -14,7 +14,6 @@ from asgi_client import begin, call, run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, make_app, model_config, tokenizer
 
-from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.http import app as app_module
 from pdkv.router.http import openai
