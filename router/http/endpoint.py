@@ -162,9 +162,9 @@ class GenerateEndpoint:
         lengths = [len(prompt.token_ids) for prompt in job.prompts]
         visit.hold(lengths, job.n, job.params.max_tokens, stream=job.stream)
         salt, terms = tenant.salted(job.cache_salt), tenant.grant.kv_terms
-        if salt == job.cache_salt and terms is None:
+        if not tenant.digest:
             return job
-        return msgspec.structs.replace(job, cache_salt=salt, kv_terms=terms)
+        return msgspec.structs.replace(job, cache_salt=salt, kv_terms=terms, tenant=tenant.digest)
 
     async def _receive_job(
         self,
