@@ -305,6 +305,19 @@ class HttpLimits:
     send_timeout_s: float = seconds(
         30.0, "how long a client may read nothing of what is there for it: it is dropped, and what it asked for ends"
     )
+    min_send_rate: int = option(
+        4 << 10,
+        "bytes a second that a client must read on the average of what is there for it, else it is dropped likewise",
+        size=True,
+        ge=0,
+    )
+    max_answer_memory: int = option(
+        128 << 20,
+        "memory of answers that are not streamed, until they are read, of which a client may hold as much as it leaves "
+        "free; beyond it requests fail",
+        size=True,
+        ge=1,
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self)
