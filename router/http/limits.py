@@ -108,6 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._must_read = 0  # bytes that it has to have read when that rings, for the average
         self._num_dropped = 0
         self._paused: PausedBody | None = None  # the body that was kept waiting last
+        self._served: RequestResponseCycle | None = None  # begun last: those behind it wait for their turn
         self._ahead: PausedBody | None = None  # watches a client of which nothing is read, since it has sent ahead
         self.underlying: asyncio.Transport | None = None  # what TLS writes to; set before the connection is made
 
@@ -137,6 +138,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if isinstance(self.transport, ResponseTransport):
             self.transport.closed = True
         super().connection_lost(exc)
+        if self._served is not None and not self._served.response_complete:  # uvicorn tells the last one that came
+            self._served.disconnected = True
+            self._served.message_event.set()
+        self._served = None
 
     @property
     def num_unsent(self) -> int:
@@ -407,6 +412,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """When it is the request's turn, behind those before it on this connection."""
         if isinstance(self.transport, ResponseTransport):
             self.transport.begin_response()
+        self._served = cycle
         start = functools.partial(super()._start_asgi_task, cycle, app)
         if cycle.scope["path"] in _URGENT_PATHS:
             start()
