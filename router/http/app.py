@@ -186,10 +186,12 @@ def _generating(
             limits=shared.limits,
             intake=shared.intake,
             pool=pool,
+            answers=answers,
             tracer=instruments.tracer,
         )
         return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
 
+    answers = ByteBudget(shared.limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     completions = ReplyForms(ChunkEncoder, WholeCompletion)
     return [
         route("/v1/completions", "completions", completion, completions),

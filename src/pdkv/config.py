@@ -311,6 +311,13 @@ class HttpLimits:
         size=True,
         ge=0,
     )
+    max_answer_memory: int = option(
+        128 << 20,
+        "memory of answers that are not streamed, until they are read, of which a client may hold as much as it leaves "
+        "free; beyond it requests fail",
+        size=True,
+        ge=1,
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self)
