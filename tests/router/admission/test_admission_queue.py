@@ -487,7 +487,7 @@ def test_a_request_of_more_than_a_minute_s_tokens_goes_when_the_minute_is_full_a
 
 
 def test_a_key_that_starts_many_long_requests_is_stopped_near_its_limit_and_has_a_short_debt() -> None:
-    """What requests ask for is charged when they begin, and given back where it does not come."""
+    """F32. What requests ask for is charged when they begin, and given back where it does not come."""
     rig = Rig(num_slots=99)
     tenant = rig.tenant("team", tokens_per_minute=10_000)
     first = rig.admission.arrive(tenant)

@@ -254,6 +254,7 @@ def test_a_clients_deadline_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_timer_that_rings_a_little_early_names_the_deadline_that_it_was_set_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """F36."""
     timers = Timers(monkeypatch)
 
     async def body(system: System) -> None:

@@ -26,6 +26,8 @@ def test_an_answer_that_alone_could_be_too_large_is_refused_at_once() -> None:
 
 
 def test_answers_that_are_gathered_have_one_budget_and_others_go_on() -> None:
+    """F37."""
+
     async def main() -> None:
         dispatcher = FakeDispatcher()
         app = make_app(dispatcher, limits=LIMITS)

@@ -129,7 +129,7 @@ def test_a_body_that_nobody_asked_for_does_not_keep_the_connection(length: int) 
 def test_a_body_that_comes_behind_its_answer_takes_no_later_request_along(
     method: str, path: str, status: int, size: int
 ) -> None:
-    """Answered before it is read; the connection, which was promised to be kept, has its idle time then."""
+    """F35. Answered before it is read; the connection, which was promised to be kept, has its idle time then."""
 
     async def main() -> None:
         limits = HttpLimits(header_timeout_s=1.0)
@@ -409,7 +409,7 @@ def test_the_generation_of_a_client_that_does_not_read_ends_with_its_connection(
 
 
 def test_a_client_that_reads_too_slowly_is_dropped() -> None:
-    """It never reads nothing for as long as it may, but far less than --min-send-rate."""
+    """F33. It never reads nothing for as long as it may, but far less than --min-send-rate."""
     size = 64 << 20
 
     async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -433,7 +433,7 @@ def test_a_client_that_reads_too_slowly_is_dropped() -> None:
 
 @pytest.mark.parametrize("behind", [get("/version"), get("/version") * 3000, b"GET /version HTTP/1.1\r\nx: "])
 def test_a_client_that_sends_ahead_and_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch, behind: bytes) -> None:
-    """Nothing is read behind a request under way, so its end is not, either."""
+    """F34. Nothing is read behind a request under way, so its end is not, either."""
     monkeypatch.setattr(paused_body, "CHECK_S", 0.01)
 
     async def main() -> None:
