@@ -243,7 +243,7 @@ def spin(seconds: float) -> None:
 
 
 def test_turns_go_by_key_and_what_was_used_of_a_processor_counts() -> None:
-    """F31. One key's work is much longer than its texts explain; the other's, sent behind all of it, has its turns first."""
+    """F31. One key's work is longer than its texts explain; the other's, sent behind it, has its turns first."""
 
     async def main() -> None:
         pool = TextPool()
