@@ -257,7 +257,7 @@ class Driver:
         if left_s > TIMER_SLACK_S and not generation.flow.ended:
             generation.timer = asyncio.get_running_loop().call_later(left_s, self._expire, generation)
         else:
-            self._apply(generation, generation.flow.expire(max(now, generation.expires_at)))
+            self._apply(generation, generation.flow.expire(max(now, generation.expires_at)))  # it may ring early
 
     # --- effects --------------------------------------------------------------------------------------------------
 

@@ -248,6 +248,7 @@ class Fanout:
         if arrivals and (waited_s := time.perf_counter() - arrivals[0]) > STALL_S:
             self._metrics.client_stall(waited_s)
         shown = choice.push(delta)
+        self._visit.came(len(shown.token_ids))
         if shown.finish_reason is not None:
             self._metrics.choice_ended(shown.finish_reason)
         if choice.finished and delta.finish_reason is None:

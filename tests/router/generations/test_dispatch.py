@@ -20,6 +20,7 @@ from pdkv.errors import (
     RequestTimeout,
 )
 from pdkv.router.generations.dispatch import Delta, Dispatcher
+from pdkv.router.generations.driver import TIMER_SLACK_S
 from pdkv.wire.messages import (
     Abort,
     BlockCounts,
@@ -245,6 +246,31 @@ def test_a_clients_deadline_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
         timers.move(300.0)
         with pytest.raises(RequestTimeout, match=r"^the request took longer than 900 s$"):
             await collect(generation)
+        backend.release()
+
+    run(System(0, 1, clock=lambda: timers.now), body)
+
+
+def test_a_timer_that_rings_a_little_early_names_the_deadline_that_it_was_set_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F36."""
+    timers = Timers(monkeypatch)
+
+    async def body(system: System) -> None:
+        timers.watch(system.dispatcher)
+        backend = system.backends["any-0"]
+        backend.held = True
+        own = system.dispatcher.start(make_request(timeout_s=10.0, stall_timeout_s=600.0))
+        servers = system.dispatcher.start(make_request(timeout_s=900.0, stall_timeout_s=20.0))
+        for passed_s, generation, message in (
+            (10.0, own, "the request took longer than 10 s"),
+            (10.0, servers, "no token came for 20 s"),
+        ):
+            timers.now += passed_s - TIMER_SLACK_S / 4
+            system.dispatcher._expire(generation)
+            with pytest.raises(RequestTimeout, match=f"^{message}$"):
+                await collect(generation)
         backend.release()
 
     run(System(0, 1, clock=lambda: timers.now), body)
