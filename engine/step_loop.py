@@ -12,7 +12,6 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.executor import Ended
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.step_queue import StepQueue, StepThread
-from pdkv.errors import EngineUnavailable
 
 
 class StepLoop(ABC):
@@ -150,20 +149,6 @@ class _AheadOnThread(Ahead):
         orders = StepQueue(core.executor, notify)
         super().__init__(core, orders, max_steps_ahead, least_s)
         self._thread = StepThread(orders)
-
-    def wait_s(self) -> float | None:
-        return 0.0 if self._is_stranded else super().wait_s()
-
-    def turn(self) -> None:
-        super().turn()
-        if self._is_stranded:
-            self.take_in(time.monotonic())  # raises what ended the thread, unless this process was forked from its own
-            raise EngineUnavailable("the thread that runs the steps has ended")
-
-    @property
-    def _is_stranded(self) -> bool:
-        """Whether what was ordered never comes."""
-        return not (self._orders.is_done or self._thread.is_alive)
 
     def close(self) -> None:
         self._thread.close()

@@ -257,11 +257,6 @@ class StepThread:
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs orders in this process."""
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """End the thread behind the order that runs now; one that hangs is left behind. Idempotent."""
         self._orders.stop()

@@ -79,8 +79,7 @@ def test_after_its_end_an_llm_says_so(model: Path) -> None:
         llm.generate("hello", GREEDY, progress=False)
 
 
-def test_a_child_process_without_the_thread_of_steps_does_not_wait_for_it(model: Path) -> None:
-    """os.fork copies an LLM without its threads."""
+def test_a_forked_process_does_not_wait_for_the_threads_that_it_lacks(model: Path) -> None:
     with LLM(model, kv_cache_memory=8 << 20, threads=1, device="cpu", in_turn_below_s=0.0) as llm:
         llm.generate("hello", GREEDY, progress=False)
         child = os.fork()
@@ -89,7 +88,7 @@ def test_a_child_process_without_the_thread_of_steps_does_not_wait_for_it(model:
             try:
                 llm.generate("hello", GREEDY, progress=False)
             except EngineUnavailable as error:
-                code = 0 if "has ended" in str(error) else 2
+                code = 0 if "forked" in str(error) else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,9 +1,9 @@
 """One engine in this process, with the loop around it."""
 
 import logging
+import os
 import queue
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -46,6 +46,7 @@ class LocalEngine:
         self._steps = make_step_loop(
             self.core, config.max_steps_ahead, lambda: news.put(False), config.least_step_ahead_s
         )
+        self._pid = os.getpid()
         self._lost = ""  # why it can do nothing any more
         self.interrupts = HeldInterrupts(lambda: news.put(False))
         """To be entered around calls in the main thread; `step` delivers before it begins."""
@@ -71,6 +72,8 @@ class LocalEngine:
 
     @contextmanager
     def _while_usable(self) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise EngineUnavailable("the engine is not in this process, which was forked from its own")
         if self._lost:
             raise EngineUnavailable(self._lost)
         try:
@@ -81,11 +84,11 @@ class LocalEngine:
 
     def _wait(self) -> bool:
         """Whether the connector had news meanwhile."""
-        wait_s = self._steps.wait_s()
+        wait_s, longest_s = self._steps.wait_s(), self.interrupts.longest_wait_s
         has_news = False
         try:
             if wait_s != 0.0:
-                has_news = self._news.get(timeout=None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
+                has_news = self._news.get(timeout=longest_s if wait_s is None else min(wait_s, longest_s))
             while True:
                 has_news |= self._news.get_nowait()
         except queue.Empty:

@@ -3,35 +3,35 @@
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
-Handler = Callable[[int, FrameType | None], Any]
+LOOK_S = 1.0
+"""A wait is no longer while SIGINT is held back: Python does not end one that begins just behind the signal."""
 
 
 class HeldInterrupts:
     """While entered, SIGINT calls its handler, Python's or the caller's own, from `deliver` or at the end, and not at
-    once. In threads to which Python sends no signals, and where SIGINT has no handler in Python, nothing is held back.
-
-    Args:
-        wake: called by a signal handler when SIGINT has come: ends whatever is waited for.
+    once. Where Python has no handler for it, or sends a thread no signals, nothing is held back.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake`: called when SIGINT has come, by a signal handler: ends whatever is waited for."""
         self._wake = wake
-        self._handler: Handler | None = None  # that of SIGINT, while it is held back
+        self._handler: Callable[[int, FrameType | None], Any] | None = None  # SIGINT's own
+        self.longest_wait_s = threading.TIMEOUT_MAX
         self._held: tuple[int, FrameType | None] | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler) and threading.current_thread() is threading.main_thread():
-            self._handler = handler
+            self._handler, self.longest_wait_s = handler, LOOK_S
             signal.signal(signal.SIGINT, self._hold)
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._handler is not None and signal.getsignal(signal.SIGINT) == self._hold:
-            signal.signal(signal.SIGINT, self._handler)  # else the handler has put another in its own place
+    def __exit__(self, *_: object) -> None:
+        if signal.getsignal(signal.SIGINT) == self._hold:  # else its handler has put another in its place
+            signal.signal(signal.SIGINT, self._handler)
+        self.longest_wait_s = threading.TIMEOUT_MAX
         self.deliver()
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
