@@ -1,5 +1,6 @@
 """The offline API over a small random model: shapes, stops, choices, seeds, errors, and everything given back."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,33 @@ def test_a_chat_option_of_another_type_is_refused(llm: LLM, option: str, value: 
         llm.chat(
             [{"role": "user", "content": "x"}], GREEDY, progress=False, add_generation_prompt=False, **{option: value}
         )  # type: ignore[arg-type]
+
+
+def test_messages_are_read_as_over_http_and_stay_as_they_are(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or () %}{{ c.function.arguments.zone }}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "What"}, {"type": "text", "text": "time?"}]
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"zone": "CET"}'}}
+    begun = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "It is "},
+    ]
+    before = copy.deepcopy(begun)
+    with LLM(tmp_path, kv_cache_memory=8 << 20, threads=1) as llm:
+        for continues in (False, True):
+            options = {"add_generation_prompt": False, "continue_final_message": continues}
+            [output] = llm.chat(begun, GREEDY, progress=False, **options)  # type: ignore[arg-type]
+            text = llm.tokenizer.decode(output.prompt_token_ids)
+            assert text == "<user>What\ntime?<assistant>CET<assistant>It is "
+        with pytest.raises(InvalidRequest, match="needs a text as the final message's content"):
+            llm.chat([{"role": "user", "content": parts}], GREEDY, progress=False, **options)  # type: ignore[arg-type]
+    assert begun == before
 
 
 def test_params_per_prompt(llm: LLM) -> None:
