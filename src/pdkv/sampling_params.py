@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def checked(self) -> "SamplingParams":
-        """The same, with values of their fields' types. None is the default where vLLM has it, a text one stop string or
+        """The same, with values of their fields' types; None is the default as in vLLM, and a text one stop string or
         bad word. Raises InvalidRequest naming the first field of another type, or out of its range.
         """
         values: dict[str, Any] = {}

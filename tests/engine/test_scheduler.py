@@ -77,6 +77,7 @@ def with_streams(*names: str, num_blocks: int = 64, **bounds: int) -> EngineCore
 
 
 def test_a_more_urgent_prompt_leaves_a_token_of_each_step_for_every_stream_behind_it() -> None:
+    """F71."""
     core = with_streams("a", "b", "c", max_num_batched_tokens=8)
     core.handle("r", submit(list(range(200, 218)), request_id="urgent", priority=-1, max_tokens=9), 0.0)
     assert shares(core) == {"a": 1, "b": 1, "c": 1, "urgent": 5}

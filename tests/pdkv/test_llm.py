@@ -86,6 +86,7 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
 
 
 def test_prompts_may_have_the_form_of_mappings(llm: LLM) -> None:
+    """F74."""
     [plain] = llm.generate("hello there", GREEDY, progress=False)
     ids = plain.prompt_token_ids
     for given in ({"prompt": "hello there", "multi_modal_data": None}, {"prompt_token_ids": ids, "prompt": "x"}):
@@ -122,6 +123,7 @@ def test_prompts_may_have_the_form_of_mappings(llm: LLM) -> None:
 def test_a_parameter_of_another_type_is_refused_by_its_name_and_value(
     llm: LLM, field: str, value: Any, expected: str
 ) -> None:
+    """F73."""
     with pytest.raises(InvalidRequest) as refused:
         llm.generate("hello", msgspec.structs.replace(GREEDY, **{field: value}), progress=False)
     assert refused.value.param == field

@@ -36,6 +36,7 @@ def interrupted(model: Path) -> dict[str, Any]:
 def test_an_interrupt_at_any_point_ends_the_requests_and_the_next_generation_is_whole(
     interrupted: dict[str, Any], loop: str
 ) -> None:
+    """F72."""
     assert [point for point, is_sound in interrupted[loop].items() if not is_sound] == []
     assert len(interrupted[loop]) == 15
 
