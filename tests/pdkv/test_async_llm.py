@@ -252,7 +252,7 @@ def test_an_aborted_request_ends_as_it_stands(llm: AsyncLLM) -> None:
         ("x", SamplingParams(output_kind="half"), None, "output_kind='half'"),  # type: ignore[arg-type]
         ("x", SamplingParams(seed=1.5), None, "seed=1.5: Expected `int"),  # type: ignore[arg-type]
         ("x", SamplingParams(temperature=None), None, "temperature=None: Expected `float`"),  # type: ignore[arg-type]
-        ({"text": "x"}, GREEDY, None, "a prompt that is a mapping has prompt"),
+        ({"text": "x"}, GREEDY, None, "a mapping of prompt or prompt_token_ids"),
         ("", GREEDY, None, "prompt must not be empty"),
         (None, GREEDY, None, "a prompt is a text or a list of token ids"),
         ([100_000], GREEDY, None, "token ids"),

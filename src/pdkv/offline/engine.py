@@ -72,10 +72,9 @@ class LocalEngine:
 
     @contextmanager
     def _while_usable(self) -> Iterator[None]:
-        if os.getpid() != self._pid:
-            raise EngineUnavailable("the engine is not in this process, which was forked from its own")
-        if self._lost:
-            raise EngineUnavailable(self._lost)
+        lost = self._lost if os.getpid() == self._pid else "the engine is in the process that this was forked from"
+        if lost:
+            raise EngineUnavailable(lost)
         try:
             yield
         except BaseException as error:

@@ -151,25 +151,20 @@ def _submits(token_ids: list[int], params: SamplingParams, label: str) -> list[S
 
 def _read_prompt(prompt: Any) -> _TextAndIds:
     """Its text, its token ids, or both. Raises InvalidRequest for what is neither, or says more."""
-    given = prompt
-    if isinstance(prompt, str | list):
-        given = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-    if not isinstance(given, Mapping):
-        raise InvalidRequest(f"a prompt is a text or a list of token ids, got {clip(repr(prompt))}", param="prompts")
-    rest = {name: value for name, value in given.items() if value is not None}
+    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else given
+    rest = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
     text, token_ids = rest.pop("prompt", None), rest.pop("prompt_token_ids", None)
     if rest or (text is None and token_ids is None):
-        raise InvalidRequest(
-            f"a prompt that is a mapping has prompt, prompt_token_ids or both, got {clip(repr(prompt))}",
-            param="prompts",
-        )
+        expected = "a text or a list of token ids, or a mapping of prompt or prompt_token_ids to such"
+        raise InvalidRequest(f"a prompt is {expected}, got {clip(repr(prompt))}", param="prompts")
     return as_type(text, str | None, "prompt"), as_type(token_ids, list[int] | None, "prompt_token_ids")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or several, as a list."""
     if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]
     items: list[Any] = list(prompts)
     return [items] if items and all(isinstance(item, Integral) for item in items) else items
 
