@@ -85,9 +85,10 @@ def test_a_template_inside_tokenizer_config_is_found(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").unlink(missing_ok=True)
     file = model_dir / "tokenizer_config.json"
     config = json.loads(file.read_text())
-    for template in ("T{{ bos_token }}", [{"name": "tool", "template": "X"}, {"name": "default", "template": "T<s>"}]):
+    text = "T{{ bos_token }}{{ messages[0].content }}"
+    for template in (text, [{"name": "rag", "template": "X"}, {"name": "default", "template": text}]):
         file.write_text(json.dumps(config | {"chat_template": template}))
-        assert Tokenizer.from_dir(model_dir).render_chat([]) == "T<s>"
+        assert Tokenizer.from_dir(model_dir).render_chat([{"role": "user", "content": "x"}]) == "T<s>x"
 
 
 def test_a_special_token_of_the_configuration_is_left_out_of_text(
@@ -119,8 +120,8 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 
 
 def test_strftime_now_reads_the_given_clock() -> None:
-    template = ChatTemplate("{{ strftime_now('%Y-%m') }}", {}, now=lambda: datetime(2024, 7, 1))
-    assert template.render([]) == "2024-07"
+    template = ChatTemplate("{{ strftime_now('%Y-%m') }}{{ messages }}", {}, now=lambda: datetime(2024, 7, 1))
+    assert template.render([]) == "2024-07[]"
 
 
 @pytest.mark.parametrize(
