@@ -22,6 +22,7 @@ class Checkpoint:
         self.path = weights.path
         self._holders = weights.holders
         self._mapped: dict[WeightFile, Any] = {}
+        self._read: set[str] = set()
         for file in weights.files:
             try:
                 handle: Any = safe_open(file.reopen_path, framework="pt")
@@ -41,6 +42,10 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._holders
+
+    def unread(self) -> list[str]:
+        """Tensors of which nothing was read so far."""
+        return [name for name in self._holders if name not in self._read]
 
     def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor `name` of this whole shape, in the file's dtype, or a part of it: then only that is read.
@@ -65,4 +70,5 @@ class Checkpoint:
     def _handle(self, name: str) -> Any:
         if name not in self._holders:
             raise ModelError(f"{self.path}: tensor {name!r} is missing")
+        self._read.add(name)
         return self._mapped[self._holders[name]]

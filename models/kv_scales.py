@@ -10,8 +10,10 @@ from pdkv.models.weight_files import WeightFiles
 KVScales = tuple[tuple[float, float], ...]
 """By layer, of K and of V; empty: 1.0 everywhere."""
 
-_NAMES = ("model.layers.{layer}.self_attn.{side}_scale", "model.layers.{layer}.self_attn.{side}_proj.{side}_scale")
-"""Of the tensor of one number, in checkpoints of AutoFP8 and compressed-tensors, and of ModelOpt."""
+_NAMES = tuple(
+    "model.layers.{layer}.self_attn." + name for name in ("{side}_scale", "{side}_proj.{side}_scale", "kv_scale")
+)
+"""Of the tensor of one number: compressed-tensors', ModelOpt's, and AutoFP8's, which is for K and V."""
 
 
 def read_kv_scales(path: Path, num_layers: int, weights: WeightFiles | None = None) -> KVScales:

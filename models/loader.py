@@ -1,10 +1,12 @@
 """Build a Decoder from a model directory: Hugging Face names, fused and sharded weights, dtype conversion."""
 
+import logging
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
+from pdkv.errors import ModelError
 from pdkv.host.malloc import give_back_freed
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
@@ -17,7 +19,12 @@ from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLi
 from pdkv.models.passes import RMSNorm
 from pdkv.models.quantized_layers import Piece, QuantizedLayers
 from pdkv.models.rope import make_rope_table
+from pdkv.models.unread import check_unread
 from pdkv.models.weight_files import WeightFiles
+
+logger = logging.getLogger(__name__)
+
+_DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_decoder(
@@ -41,7 +48,8 @@ def load_decoder(
         keep_quantized: 4-bit weights stay as the checkpoint has them where a kernel reads them; None: on CUDA.
 
     Raises:
-        ModelError: a weight file or tensor is missing, broken, of an unexpected shape or changed while it was read.
+        ModelError: a weight file or tensor is missing, broken, of an unexpected shape or dtype, left unread, or changed
+            while it was read.
         ConfigError: the model cannot be divided among so many ranks.
     """
     if weights is None:
@@ -66,6 +74,8 @@ def load_decoder(
             if config.quantization.fp8_inputs or (on_cuda if keep_quantized is None else keep_quantized):
                 kept = QuantizedLayers(dequantized, config.quantization, dtype)
         decoder = _Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
+        if parallel.shard.rank == 0:  # whose layers have all biases
+            check_unread(checkpoint, config.quantization)
     weights.check_unchanged()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what weights were on their way into their layout: others may share the device
@@ -77,6 +87,8 @@ class TensorSource(Protocol):
 
     def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
         """A tensor of that shape, or a part of it. Raises ModelError."""
+
+    def __contains__(self, name: str) -> bool: ...
 
 
 def build_decoder(
@@ -126,10 +138,7 @@ class _Loader:
     def decoder(self, max_model_len: int) -> Decoder:
         config = self.config
         embedding = self._vocabulary("model.embed_tokens.weight", keep=True)
-        # A checkpoint may tie its embeddings and still hold a head, or the reverse: config.json decides.
-        head = (
-            embedding if config.tie_word_embeddings else self._vocabulary("lm_head.weight", keep=self.kind == "plain")
-        )
+        head = self._output_table(embedding)
         num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
         table = make_rope_table(config, max_model_len, self.dtype, self.device)
         return Decoder(
@@ -142,6 +151,18 @@ class _Loader:
             lm_head=self._head(make_linear(head, None, self.kind)),
             rotation=make_rotation(table, num_heads, num_kv_heads, self.kind),
         )
+
+    def _output_table(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The head's weight. As in transformers, one of its own counts before config.json, which may say "tied"."""
+        name, tied = "lm_head.weight", self.config.tie_word_embeddings
+        if tied and name not in self.source:
+            return embedding
+        head = self._vocabulary(name, keep=self.kind == "plain")
+        if tied and torch.equal(head, embedding):
+            return embedding
+        if tied:
+            logger.warning("config.json ties the embeddings, and %s differs from them: it is used", name)
+        return head
 
     def _vocabulary(self, name: str, *, keep: bool) -> torch.Tensor:
         """This rank's rows of a table by token id; of equal size on all ranks, padded with zeros."""
@@ -218,6 +239,10 @@ class _Loader:
         Straight to the device, where its dtype is changed: the host holds no more than what it reads.
         """
         stored = self.source.get(name, shape, part)
+        if stored.dtype not in _DENSE:
+            raise ModelError(
+                f"tensor {name!r} is stored as {stored.dtype}, and no quantization says what that stands for"
+            )
         moved = stored.to(self.device)
         return moved.to(self.dtype, copy=keep and moved is stored)
 

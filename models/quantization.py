@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from pdkv.errors import ModelError
 from pdkv.limits import clip
+from pdkv.models.json_fields import read_json
 
 Method = Literal["scaled", "packed", "gptq", "awq"]
 
@@ -49,6 +50,21 @@ def read_quantization(path: Path, config: object) -> Quantization:
     return reader(path, config)
 
 
+def read_quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | None:
+    """How the checkpoint in a directory is quantized; None: it has dense weights.
+
+    By its config.json, `config`, or by the hf_quant_config.json of ModelOpt where that says nothing, as in vLLM.
+
+    Raises:
+        ModelError: as `read_quantization`.
+    """
+    file, own = path / "hf_quant_config.json", config.get("quantization_config")
+    if own is not None or not file.exists():
+        return None if own is None else read_quantization(path / "config.json", own)
+    said = read_json(file).get("quantization")
+    return read_quantization(file, {"quant_method": "modelopt", **said} if isinstance(said, dict) else said)
+
+
 def _unsupported(path: Path, field: str, value: object, known: str) -> ModelError:
     return ModelError(f"{path}: quantization_config.{field} {clip(repr(value))} is not supported; known: {known}")
 
@@ -57,6 +73,11 @@ def _read_fp8(path: Path, config: Mapping[str, Any]) -> Quantization:
     block = _block(path, "weight_block_size", config.get("weight_block_size"))
     scheme = _one_of(path, config, "activation_scheme", ("static", "dynamic"), "dynamic")
     return Quantization("scaled", block=block, input_scheme=scheme)
+
+
+def _read_modelopt(path: Path, config: Mapping[str, Any]) -> Quantization:
+    _one_of(path, config, "quant_algo", ("FP8",))
+    return Quantization("scaled", input_scheme="static")
 
 
 def _read_gptq(path: Path, config: Mapping[str, Any]) -> Quantization:
@@ -141,6 +162,7 @@ def _one_of(path: Path, config: Mapping[str, Any], field: str, known: tuple[Any,
 _READERS = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fp8,
+    "modelopt": _read_modelopt,
     "gptq": _read_gptq,
     "awq": _read_awq,
     "compressed-tensors": _read_compressed,

@@ -55,6 +55,9 @@ class RandomWeights:
         self._dtype = dtype
         self.num_bytes = 0
 
+    def __contains__(self, name: str) -> bool:
+        return True
+
     def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
         """Numbers that keep activations at their size."""
         tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
