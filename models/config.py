@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, cast
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config_fields import check_fields
 from pdkv.models.json_fields import Fields, read_json
-from pdkv.models.quantization import Quantization, read_quantization_of
+from pdkv.models.quantization import Quantization, read_quantization
 from pdkv.models.rope_config import RopeScaling, read_rope
 from pdkv.models.special_tokens import read_eos_token_id
 from pdkv.models.window_config import read_windows
@@ -150,7 +150,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         eos_token_ids=_eos_token_ids(path, fields),
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(fields),
-        quantization=read_quantization_of(path, fields.values),
+        quantization=_quantization(path, fields),
         windows=read_windows(fields, architecture, num_layers),
     )
     return config.for_length(max_model_len)
@@ -193,6 +193,14 @@ def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
         ids += (own,)
     vocab_size = fields.count("vocab_size")
     return tuple(dict.fromkeys(token_id for token_id in ids if 0 <= token_id < vocab_size))
+
+
+def _quantization(path: Path, fields: Fields) -> Quantization | None:
+    """By config.json, else, as in vLLM, by the file of ModelOpt's; None: the checkpoint has dense weights."""
+    said, file = fields.values.get("quantization_config"), path / "hf_quant_config.json"
+    if said is None and file.exists():
+        return read_quantization(file, read_json(file).get("quantization"), "modelopt")
+    return None if said is None else read_quantization(fields.path, said)
 
 
 def _dtype(fields: Fields) -> Dtype:

@@ -1,5 +1,6 @@
 """What 1.0 stands for in KV that is stored in FP8, as a quantized checkpoint says it."""
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -25,10 +26,9 @@ def read_kv_scales(path: Path, num_layers: int, weights: WeightFiles | None = No
     Raises:
         ModelError: a file is broken, or a scale is not one positive number.
     """
-    if weights is None:
-        with WeightFiles(path) as opened:
-            return read_kv_scales(path, num_layers, opened)
-    with Checkpoint(weights) as checkpoint:
+    with contextlib.ExitStack() as opened:
+        files = weights or opened.enter_context(WeightFiles(path))
+        checkpoint = opened.enter_context(Checkpoint(files))
         scales = tuple((_scale(checkpoint, layer, "k"), _scale(checkpoint, layer, "v")) for layer in range(num_layers))
     return () if all(pair == (1.0, 1.0) for pair in scales) else scales
 

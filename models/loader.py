@@ -1,5 +1,6 @@
 """Build a Decoder from a model directory: Hugging Face names, fused and sharded weights, dtype conversion."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Literal, Protocol
@@ -19,7 +20,6 @@ from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLi
 from pdkv.models.passes import RMSNorm
 from pdkv.models.quantized_layers import Piece, QuantizedLayers
 from pdkv.models.rope import make_rope_table
-from pdkv.models.unread import check_unread
 from pdkv.models.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
@@ -52,20 +52,9 @@ def load_decoder(
             while it was read.
         ConfigError: the model cannot be divided among so many ranks.
     """
-    if weights is None:
-        with WeightFiles(path) as opened:
-            return load_decoder(
-                path,
-                config,
-                dtype=dtype,
-                device=device,
-                max_model_len=max_model_len,
-                parallel=parallel,
-                weights=opened,
-                linears=linears,
-                keep_quantized=keep_quantized,
-            )
-    with Checkpoint(weights) as checkpoint:
+    with contextlib.ExitStack() as opened:
+        files = weights or opened.enter_context(WeightFiles(path))
+        checkpoint = opened.enter_context(Checkpoint(files))
         source: TensorSource = checkpoint
         kept: QuantizedLayers | None = None
         if config.quantization is not None:
@@ -75,8 +64,8 @@ def load_decoder(
                 kept = QuantizedLayers(dequantized, config.quantization, dtype)
         decoder = _Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
         if parallel.shard.rank == 0:  # whose layers have all biases
-            check_unread(checkpoint, config.quantization)
-    weights.check_unchanged()
+            checkpoint.check_all_read(quantized=config.quantization is not None)
+        files.check_unchanged()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what weights were on their way into their layout: others may share the device
     return decoder

@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 from pdkv.errors import ModelError
 from pdkv.limits import clip
-from pdkv.models.json_fields import read_json
 
 Method = Literal["scaled", "packed", "gptq", "awq"]
 
@@ -35,34 +34,19 @@ class Quantization(NamedTuple):
     fp8_inputs: bool = False  # inputs are quantized as the scheme says: KV is other KV than with dense weights
 
 
-def read_quantization(path: Path, config: object) -> Quantization:
-    """From the field `quantization_config` of the config.json at `path`.
+def read_quantization(path: Path, config: object, method: str | None = None) -> Quantization:
+    """From the field `quantization_config` of the config.json at `path`, or a like one; `method` if that names none.
 
     Raises:
         ModelError: a method, or a way of it, that is not computed; names the field and its value.
     """
     if not isinstance(config, Mapping):
         raise ModelError(f"{path}: quantization_config must be an object, got {clip(repr(config))}")
-    method = config.get("quant_method")
+    method = config.get("quant_method", method)
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise _unsupported(path, "quant_method", method, ", ".join(sorted(_READERS)))
     return reader(path, config)
-
-
-def read_quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | None:
-    """How the checkpoint in a directory is quantized; None: it has dense weights.
-
-    By its config.json, `config`, or by the hf_quant_config.json of ModelOpt where that says nothing, as in vLLM.
-
-    Raises:
-        ModelError: as `read_quantization`.
-    """
-    file, own = path / "hf_quant_config.json", config.get("quantization_config")
-    if own is not None or not file.exists():
-        return None if own is None else read_quantization(path / "config.json", own)
-    said = read_json(file).get("quantization")
-    return read_quantization(file, {"quant_method": "modelopt", **said} if isinstance(said, dict) else said)
 
 
 def _unsupported(path: Path, field: str, value: object, known: str) -> ModelError:

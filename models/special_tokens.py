@@ -1,6 +1,5 @@
 """Special tokens by name, as the files beside a tokenizer.json say them. No torch, no tokenizers."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,13 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
-class _Vocabulary(msgspec.Struct):
-    """What is read of a tokenizer.json: of 150,000 tokens, within some ten milliseconds."""
-
-    model: msgspec.Raw
-    added_tokens: list[_AddedToken] | None = None
-
-
 class _Model(msgspec.Struct):
-    vocab: dict[str, int] | list[tuple[str, float]] | None = None
+    vocab: dict[str, int] | list[tuple[str, float]] = []
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_AddedToken] = []
 
 
 def read_tokenizer_config(path: Path) -> dict[str, Any]:
@@ -66,16 +63,12 @@ def read_eos_token_id(path: Path) -> int | None:
     if text is None or not file.is_file():
         return None
     try:
-        vocabulary = msgspec.json.decode(file.read_bytes(), type=_Vocabulary)
-        added = {token.content: token.id for token in vocabulary.added_tokens or ()}
-        return added[text] if text in added else _plain_ids(vocabulary.model).get(text)
+        known = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)  # of 150,000 tokens in some 30 ms
     except (OSError, msgspec.MsgspecError) as error:
         raise ModelError(f"{file}: broken: {error}") from error
-
-
-def _plain_ids(model: msgspec.Raw) -> Mapping[str, int]:
-    vocab = msgspec.json.decode(model, type=_Model).vocab or {}
-    return vocab if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
+    vocab = known.model.vocab
+    ids = vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
+    return {**ids, **{token.content: token.id for token in known.added_tokens}}.get(text)
 
 
 def _text_of(value: Any, name: str, path: Path) -> str:

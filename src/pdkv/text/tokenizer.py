@@ -32,14 +32,8 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
     ) -> None:
-        """Make one.
-
-        Args:
-            special_tokens: the names and texts that a chat template may use, such as bos_token.
-            tool_template: the chat template of conversations with tools; None: the same.
-
-        Raises:
-            ModelError: a chat template is broken.
+        """`special_tokens`: the names and texts that a chat template may use, such as bos_token; `tool_template`:
+        that of conversations with tools, None: the same. Raises ModelError: a template is broken.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -71,18 +65,8 @@ class Tokenizer:
             raise ModelError(f"{file}: broken: {error}") from error
         config, special_tokens = read_tokenizer_config(path), read_special_tokens(path)
         _mark_special(backend, config, special_tokens)
-        named = _chat_templates(path, config)
-        return cls(
-            backend,
-            special_tokens=special_tokens,
-            chat_template=named.get("default"),
-            tool_template=named.get("tool_use"),
-        )
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows; the model may have more."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        chat, tool = map(_chat_templates(path, config).get, ("default", "tool_use"))
+        return cls(backend, special_tokens=special_tokens, chat_template=chat, tool_template=tool)
 
     @property
     def chat_template_source(self) -> str:
