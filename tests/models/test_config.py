@@ -83,7 +83,7 @@ ADDED = {"258": {"content": "<|im_end|>", "special": True}}
 def test_the_tokenizers_end_token_counts_too_by_the_file_that_transformers_takes(
     tmp_path: Path, config: dict[str, Any], older: dict[str, Any] | None
 ) -> None:
-    """F31: finetunes of base models often name the token that ends their turns there alone."""
+    """F51: finetunes of base models often name the token that ends their turns there alone."""
     write(tmp_path, vocab_size=300)
     write_tokenizer(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

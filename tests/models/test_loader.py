@@ -193,7 +193,7 @@ def edit_config(path: Path, **changes: Any) -> None:
 
 
 def test_a_head_of_its_own_beside_tied_embeddings_is_used(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F31: as in transformers, with a warning."""
+    """F53: as in transformers, with a warning."""
     edit_config(model_dir, tie_word_embeddings=True)
     with caplog.at_level("WARNING"):
         logits = logits_of(load(model_dir))
@@ -246,7 +246,7 @@ ROWS = torch.ones(64)
 def test_a_tensor_that_the_model_has_no_place_for_is_named(
     model_dir: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], named: str
 ) -> None:
-    """F31: left out, it would be another model that speaks as fluently."""
+    """F53: left out, it would be another model that speaks as fluently."""
     rewrite(model_dir, **{name.replace(".", "__"): tensor for name, tensor in tensors.items()})
     edit_config(model_dir, **config)
     with pytest.raises(ModelError, match=named):

@@ -147,7 +147,7 @@ def write_modelopt(origin: Path, path: Path, algorithm: str = "FP8") -> tuple[Pa
 
 
 def test_fp8_that_modelopts_file_alone_explains_is_read(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """F31: without a scheme these numbers are weights without their scales, and the answers garbage."""
+    """F51: without a scheme these numbers are weights without their scales, and the answers garbage."""
     modelopt, known = write_modelopt(tiny_model_dir, tmp_path)
     assert load_model_config(modelopt).quantization == load_model_config(known).quantization
     for one, other in zip(load(modelopt), load(known), strict=True):

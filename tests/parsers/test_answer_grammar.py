@@ -81,7 +81,7 @@ class Family:
     @functools.cached_property
     def _bytes(self) -> dict[bytes, int]:
         """Ids of the tokens that are one byte, or an added text."""
-        known = {self.tokenizer.token_bytes(i): i for i in range(len(self.tokenizer.ids_by_text()))}
+        known = {self.tokenizer.token_bytes(i): i for i in range(self.tokenizer.vocab_size)}
         return {data: i for data, i in known.items() if len(data) == 1 or data.decode(errors="replace") in ADDED}
 
     def encode(self, text: str) -> list[int]:
@@ -114,7 +114,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path: Path = tmp_path_factory.mktemp("tokenizer")
     backend.save(str(path / "tokenizer.json"))
     tokenizer = Tokenizer.from_dir(path)
-    vocabulary = Vocabulary.load(path, len(tokenizer.ids_by_text()), [backend.token_to_id("</s>")])
+    vocabulary = Vocabulary.load(path, tokenizer.vocab_size, [backend.token_to_id("</s>")])
     return Family(request.param, tokenizer, vocabulary)
 
 

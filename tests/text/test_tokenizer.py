@@ -126,7 +126,7 @@ NAMED = [{"name": "default", "template": SAID}, {"name": "tool_use", "template":
 def test_which_template_is_taken_with_and_without_tools_is_as_in_transformers(
     model_dir: Path, files: dict[str, str], listed: object
 ) -> None:
-    """F31: the model is told of its tools, or the request is refused."""
+    """F51: the model is told of its tools, or the request is refused."""
     write_templates(model_dir, files, listed)
     ours, theirs = Tokenizer.from_dir(model_dir), PreTrainedTokenizerFast.from_pretrained(model_dir)
     messages = [{"role": "user", "content": "Does it rain?"}]

@@ -36,7 +36,7 @@ def transformers_prompt(template: str, messages: list[dict[str, Any]], **options
 
 @pytest.mark.parametrize("template", [FIRST_PART, LOOP, BOTH, TEXT, BY_ROLE, WITH_TOOLS, SYSTEM_FIRST])
 def test_a_template_that_wants_parts_or_text_gets_what_it_wants(template: str) -> None:
-    """The prompt is that of transformers for messages in the template's own form."""
+    """F52: the prompt is that of transformers for messages in the template's own form."""
     texts = {"system": "Be brief.", "user": "What is a fox?", "assistant": "A fox", "tool": "red"}
     messages = [{"role": role, "content": text} for role, text in texts.items()]
     wants_text = {FIRST_PART: (), BY_ROLE: ("system",), BOTH: tuple(texts), TEXT: tuple(texts)}.get(template, ())

@@ -69,6 +69,11 @@ class Tokenizer:
         return cls(backend, special_tokens=special_tokens, chat_template=chat, tool_template=tool)
 
     @property
+    def vocab_size(self) -> int:
+        """Number of ids that the tokenizer knows; the model may have more."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
     def chat_template_source(self) -> str:
         """The chat template of conversations with tools as its author wrote it; empty where there is none."""
         return self._tool_template.source if self._tool_template is not None else ""
