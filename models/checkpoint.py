@@ -57,7 +57,7 @@ class Checkpoint:
         unread = [name for name in self._holders if name not in self._read and not _HARMLESS.search(name)]
         unread = [name for name in unread if not (quantized and _HARMLESS_QUANTIZED.search(name))]
         # GPTQ's writers add a bias of zeros to each layer.
-        if names := [name for name in unread if not _ADDED.search(name) or self.stored(name).any()]:
+        if names := [name for name in unread if not _ADDED.search(name) or self.stored(name).float().any()]:
             raise ModelError(
                 f"{self.path}: the model that config.json describes leaves out {len(names)} tensors, {names[0]!r} "
                 "among them: its layers, biases, norms or quantization are not the weights', and tokens could be wrong"

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -62,7 +63,7 @@ def load_decoder(
             on_cuda = device.type == "cuda"
             if config.quantization.fp8_inputs or (on_cuda if keep_quantized is None else keep_quantized):
                 kept = QuantizedLayers(dequantized, config.quantization, dtype)
-        decoder = _Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
+        decoder = Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
         if parallel.shard.rank == 0:  # whose layers have all biases
             checkpoint.check_all_read(quantized=config.quantization is not None)
         files.check_unchanged()
@@ -80,51 +81,31 @@ class TensorSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
 
-def build_decoder(
-    source: TensorSource,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    parallel: TensorParallel = ALONE,
-    linears: Literal["auto", "torch"] = "auto",
-) -> Decoder:
-    """One rank's decoder of what `source` has. Arguments and errors as those of `load_decoder`."""
-    return _Loader(source, config, dtype, device, parallel, linears).decoder(max_model_len)
-
-
-class _Loader:
+@dataclass
+class Loader:
     """One load: where tensors come from and what becomes of them.
 
     What is packed or concatenated is copied by that; all else that stays is read with `keep`.
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        parallel: TensorParallel,
-        linears: Literal["auto", "torch"],
-        kept: QuantizedLayers | None = None,
-    ) -> None:
-        """`kept`: makes layers of weights that stay quantized."""
-        self.source = source
-        self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.parallel = parallel
-        self.kept = kept
-        self.kind = linear_kind(dtype, device, linears)
-        shard = parallel.shard
+    source: TensorSource
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    parallel: TensorParallel = ALONE
+    linears: Literal["auto", "torch"] = "auto"
+    kept: QuantizedLayers | None = None  # makes layers of weights that stay quantized
+
+    def __post_init__(self) -> None:
+        self.kind = linear_kind(self.dtype, self.device, self.linears)
+        shard, config = self.parallel.shard, self.config
         self.heads = shard.part(config.num_heads, "attention heads")
         self.kv_heads = shard.heads(config.num_kv_heads)
         self.neurons = shard.part(config.intermediate_size, "MLP neurons")
         self.words = shard.padded_part(config.vocab_size)
 
     def decoder(self, max_model_len: int) -> Decoder:
+        """One rank's decoder. Raises as `load_decoder`."""
         config = self.config
         embedding = self._vocabulary("model.embed_tokens.weight", keep=True)
         head = self._output_table(embedding)

@@ -71,6 +71,12 @@ def test_a_template_that_leaves_the_users_words_out_is_refused_when_it_is_loaded
         ChatTemplate(template, {})
 
 
+def test_a_template_for_tools_may_say_nothing_without_them() -> None:
+    template = "{% if tools %}" + WITH_TOOLS + "{% endif %}"
+    messages = [{"role": "user", "content": "x"}]
+    assert ChatTemplate(template, {}, for_tools=True).render(messages, tools=TOOLS) == "f<user>x"
+
+
 def test_messages_are_made_turns_and_stay_as_they_are() -> None:
     call = {"id": "c", "index": 0, "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
     messages: list[dict[str, Any]] = [

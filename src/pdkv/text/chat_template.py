@@ -59,12 +59,14 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, Any],
         *,
+        for_tools: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile `source`.
 
         Args:
             special_tokens: variables of every rendering, such as bos_token.
+            for_tools: its conversations have tools.
             now: the clock behind strftime_now.
 
         Raises:
@@ -82,11 +84,12 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._tools = (_SOME_TOOLS, None) if for_tools else (None, _SOME_TOOLS)
         self._forms = find_forms(self._probe)
 
     def _probe(self, turns: Messages) -> str | None:
         """The prompt of turns, with as little beside them as the template takes; None: it refuses them."""
-        for lead, tools in itertools.product(([], [{"role": "system", "content": "x"}]), (None, _SOME_TOOLS)):
+        for lead, tools in itertools.product(([], [{"role": "system", "content": "x"}]), self._tools):
             with contextlib.suppress(InvalidRequest):
                 return self._render([*lead, *turns], {"tools": tools, "add_generation_prompt": True})
         return None

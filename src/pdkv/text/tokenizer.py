@@ -40,7 +40,9 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
-        self._tool_template = ChatTemplate(tool_template, self.special_tokens) if tool_template else self.chat_template
+        self._tool_template = self.chat_template
+        if tool_template:
+            self._tool_template = ChatTemplate(tool_template, self.special_tokens, for_tools=True)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoders = _decoder_names(backend)
