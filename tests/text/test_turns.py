@@ -102,8 +102,11 @@ def test_messages_are_made_turns_and_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"role": "user"}, r"messages\[0\].content must be a text .*assistant.s turn.*got None"),
-        ({"role": "user", "content": 5}, r"messages\[0\].content must be a text or a list of text parts .* got 5"),
+        (
+            {"role": "user"},
+            r"messages\[0\].content must be a text .*required and not null except in an assistant's turn, got None",
+        ),
+        ({"role": "user", "content": 5}, r"messages\[0\].content must be a text or a list of text parts, .* got 5"),
         ({"role": "user", "content": ["a"]}, r"content\[0\] must be a text part .* got 'a'"),
         ({"role": "user", "content": [{"type": "image_url"}]}, r"content\[0\] must be a text part .*image_url"),
         ({"role": "assistant", "tool_calls": "f"}, "tool_calls must be a list of calls, got 'f'"),

@@ -92,7 +92,7 @@ def _turn(message: Mapping[str, Any], forms: TurnForms, at: str) -> dict[str, An
 
 def _content(content: Any, form: TurnForm, at: str) -> Any:
     if not isinstance(content, str | list | tuple):
-        raise _wrong(at, "a text or a list of text parts (null, or none, is for an assistant's turn)", content)
+        raise _wrong(at, "a text or a list of text parts, required and not null except in an assistant's turn", content)
     texts = [content] if isinstance(content, str) else [_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
     if form.parts and len(texts) > 1:
         return [_part(text) for text in texts]
