@@ -35,10 +35,7 @@ def read_special_tokens(path: Path) -> dict[str, Any]:
     """Name to text, as Hugging Face gives them to chat templates.
 
     As in transformers, special_tokens_map.json counts, and before tokenizer_config.json, only where the latter does not
-    list the added tokens itself.
-
-    Raises:
-        ModelError: a file is broken, or a token is no text.
+    list the added tokens itself. Raises ModelError: a file is broken, or a token is no text.
     """
     config, older = read_tokenizer_config(path), path / "special_tokens_map.json"
     if "added_tokens_decoder" not in config and older.is_file():
@@ -54,11 +51,7 @@ def read_special_tokens(path: Path) -> dict[str, Any]:
 
 
 def read_eos_token_id(path: Path) -> int | None:
-    """The id of the tokenizer's eos_token; None: it has none, or its vocabulary lacks it.
-
-    Raises:
-        ModelError: a file of the tokenizer is broken.
-    """
+    """The id of the tokenizer's eos_token; None: it has none, or its vocabulary lacks it. Raises ModelError."""
     text, file = read_special_tokens(path).get("eos_token"), path / "tokenizer.json"
     if text is None or not file.is_file():
         return None

@@ -243,11 +243,7 @@ def _mark_special(backend: tokenizers.Tokenizer, config: Mapping[str, Any], spec
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name: those in files of their own, else those in tokenizer_config.json, one text or a list of named ones.
-
-    Raises:
-        ModelError: a template is no text.
-    """
+    """By name: those in files of their own, else those in tokenizer_config.json. Raises ModelError: one is no text."""
     main = path / "chat_template.jinja"
     files = {"default": main} if main.is_file() else {}
     files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
