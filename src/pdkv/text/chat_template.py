@@ -1,6 +1,7 @@
 """A model's chat template: messages to prompt text, in a sandbox and with Hugging Face's helpers."""
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -18,6 +19,7 @@ from pdkv.text.turns import Messages, as_turns, find_forms
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Variables of templates that requests set by fields of their own."""
 
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _SOME_TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
 
 _FINAL_MESSAGE_ENDS = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -57,12 +59,14 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, Any],
         *,
+        for_tools: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile `source`.
 
         Args:
             special_tokens: variables of every rendering, such as bos_token.
+            for_tools: its conversations have tools.
             now: the clock behind strftime_now.
 
         Raises:
@@ -80,19 +84,14 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
-        forms = find_forms(self._probe)
-        if forms is None:
-            raise ModelError(
-                "the model's chat template leaves out what the user says, given as text and as a list of text parts: "
-                "repair the template, or remove it to serve completions alone"
-            )
-        self._forms = forms
+        self._tools = (_SOME_TOOLS, None) if for_tools else (None, _SOME_TOOLS)
+        self._forms = find_forms(self._probe)
 
     def _probe(self, turns: Messages) -> str | None:
-        """The prompt of turns, without tools or with some; None: the template refuses them."""
-        for tools in (None, _SOME_TOOLS):
+        """The prompt of turns, with as little beside them as the template takes; None: it refuses them."""
+        for lead, tools in itertools.product(([], [{"role": "system", "content": "x"}]), self._tools):
             with contextlib.suppress(InvalidRequest):
-                return self._render(turns, {"tools": tools, "add_generation_prompt": True})
+                return self._render([*lead, *turns], {"tools": tools, "add_generation_prompt": True})
         return None
 
     def render(
@@ -121,7 +120,10 @@ class ChatTemplate:
         if taken := sorted(_OWN_VARIABLES.intersection(variables or {})):
             raise InvalidRequest(f"chat_template_kwargs must not hold {taken[0]}", param="chat_template_kwargs")
         if continue_final_message:
-            messages = [*messages[:-1], _with_marked_end(messages[-1])]
+            if not isinstance(content := messages[-1].get("content"), str):
+                needed = "continue_final_message needs a text as the final message's content"
+                raise InvalidRequest(needed, param="continue_final_message")
+            messages = [*messages[:-1], {**messages[-1], "content": content + _FINAL_MESSAGE_ENDS}]
         values = {**(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._render(as_turns(messages, self._forms), values)
         return _cut_behind_final_message(text) if continue_final_message else text
@@ -129,25 +131,8 @@ class ChatTemplate:
     def _render(self, turns: Messages, variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render({**self._special_tokens, **variables, "messages": turns, "documents": None})
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except _REFUSALS as error:
             raise InvalidRequest(f"the model's chat template refuses messages: {error}", param="messages") from error
-
-
-def _with_marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise InvalidRequest(
-            "continue_final_message needs a text as the final message's content", param="continue_final_message"
-        )
-    return {**message, "content": content + _FINAL_MESSAGE_ENDS}
 
 
 def _cut_behind_final_message(text: str) -> str:

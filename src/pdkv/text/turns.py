@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pdkv.errors import InvalidRequest
+from pdkv.errors import InvalidRequest, ModelError
 from pdkv.limits import clip
 
 Messages = Sequence[Mapping[str, Any]]
@@ -23,9 +23,7 @@ class TurnForm(NamedTuple):
     parts: bool = False  # several text parts as they are; False: joined to one text by newlines, as in vLLM
 
 
-TurnForms = Mapping[str, TurnForm]
-"""By role. Roles that are not named take one text, or one part where the user's turns do."""
-
+TurnForms = Mapping[str, TurnForm]  # by role; those that are not named have the form of "tool"
 _MARKERS = ("firstmarker", "secondmarker")
 
 
@@ -38,32 +36,28 @@ def as_turns(messages: Messages, forms: TurnForms) -> list[dict[str, Any]]:
     return [_turn(message, forms, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def find_forms(render: Callable[[Messages], str | None]) -> TurnForms | None:
+def find_forms(render: Callable[[Messages], str | None]) -> TurnForms:
     """How a template takes turns, by conversations of marked words.
 
     Args:
         render: the prompt of turns; None: the template refuses them.
 
-    Returns:
-        None: the template takes a user's turn, and leaves out what it says.
+    Raises:
+        ModelError: the template takes a user's turn, and leaves out what it says.
     """
-    system = _said("x", "system")
-    user = _form_of(lambda content: render([_said(content)]) or render([system, _said(content)]), TurnForm())
+    user = _form_of(lambda content: render([_said("user", content)]), TurnForm())
     if user is None:
-        return None
-    like_user = TurnForm(text=user.text)
-    [asks] = as_turns([_said("x")], {"user": user})
-    system_form = _form_of(lambda content: render([_said(content, "system"), asks]), like_user) or like_user
-    [system] = as_turns([system], {"system": system_form})
-
-    def after_question(content: Any) -> str | None:
-        turns = [asks, _said(content, "assistant"), asks]
-        return render(turns) or render([system, *turns])
-
-    return {"user": user, "system": system_form, "assistant": _form_of(after_question, like_user) or like_user}
+        wanted = "repair the template, or remove it to serve completions alone"
+        raise ModelError(
+            f"the model's chat template leaves out what the user says, as text and as text parts: {wanted}"
+        )
+    other, asks = TurnForm(text=user.text), _said("user", "x" if user.text else [_part("x")])
+    system = _form_of(lambda content: render([_said("system", content), asks]), other)
+    assistant = _form_of(lambda content: render([asks, _said("assistant", content), asks]), other)
+    return {"user": user, "system": system or other, "assistant": assistant or other, "tool": other}
 
 
-def _said(content: Any, role: str = "user") -> dict[str, Any]:
+def _said(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -83,18 +77,13 @@ def _form_of(render: Callable[[Any], str | None], refused: TurnForm) -> TurnForm
 
 def _turn(message: Mapping[str, Any], forms: TurnForms, at: str) -> dict[str, Any]:
     turn = {name: value for name, value in message.items() if value is not None or name == "content"}
-    role, content = turn.get("role"), turn.get("content")
-    if content is None and role != "assistant":
-        raise InvalidRequest(
-            f"{at}.content is required: null, or none, is for an assistant's turn", param=f"{at}.content"
-        )
-    form = forms.get(str(role)) or TurnForm(text=forms.get("user", TurnForm()).text)
-    turn["content"] = _content("" if content is None else content, form, f"{at}.content")
-    if (calls := turn.pop("tool_calls", None)) is not None:
-        if not isinstance(calls, list | tuple):
-            raise _wrong(f"{at}.tool_calls", "a list of calls", calls)
-        if calls:
-            turn["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    role, content, calls = str(turn.get("role")), turn.get("content"), turn.pop("tool_calls", ())
+    said = "" if content is None and role == "assistant" else content
+    turn["content"] = _content(said, forms.get(role, forms["tool"]), f"{at}.content")
+    if not isinstance(calls, list | tuple):
+        raise _wrong(f"{at}.tool_calls", "a list of calls", calls)
+    if calls:
+        turn["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
     thoughts = turn.get("reasoning", turn.get("reasoning_content"))
     if thoughts is not None:
         turn["reasoning"] = turn["reasoning_content"] = thoughts
@@ -103,7 +92,7 @@ def _turn(message: Mapping[str, Any], forms: TurnForms, at: str) -> dict[str, An
 
 def _content(content: Any, form: TurnForm, at: str) -> Any:
     if not isinstance(content, str | list | tuple):
-        raise _wrong(at, "a text or a list of text parts", content)
+        raise _wrong(at, "a text or a list of text parts, required and not null except in an assistant's turn", content)
     texts = [content] if isinstance(content, str) else [_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
     if form.parts and len(texts) > 1:
         return [_part(text) for text in texts]
