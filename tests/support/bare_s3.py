@@ -1,4 +1,4 @@
-"""A server with as much of S3 as a store uses, which a test can look into: how many reads it has at once, and whether it
+"""A server with as much of S3 as a store uses. A test sees how many reads it has at once, and says whether it
 knows conditions.
 """
 
