@@ -386,6 +386,10 @@ class Engine:
         answers = self.ask_all(p.UpdatePeers(others, added, removed), p.Refusals)
         return [message for answer in answers for message in answer.messages]
 
+    def written(self, request: Request) -> list[int]:
+        """Blocks of a request in which something of its load has come."""
+        return self.ask(p.Written(list(request.block_ids)), p.Blocks).block_ids
+
     def foreign_writes(self) -> list[int]:
         """Blocks of any rank that were written from outside although no load had them."""
         return sorted({block for rank in self.ask_all(p.ForeignWrites(), p.Blocks) for block in rank.block_ids})
