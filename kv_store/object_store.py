@@ -10,8 +10,9 @@ import hashlib
 import logging
 import re
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
+from contextlib import asynccontextmanager
 from contextvars import Context
 from functools import partial
 from itertools import compress
@@ -294,31 +295,19 @@ class _Budget:
         self._num_bytes = self._num_free = num_bytes
         self._changed = asyncio.Condition()
 
-    def of(self, num_bytes: int) -> "_Share":
-        """A share to be held while a value is under way."""
-        return _Share(self, min(num_bytes, self._num_bytes))
-
-    async def take(self, num_bytes: int) -> None:
+    @asynccontextmanager
+    async def of(self, num_bytes: int) -> AsyncIterator[None]:
+        """Held while a value is under way."""
+        num_bytes = min(num_bytes, self._num_bytes)
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_free >= num_bytes)
             self._num_free -= num_bytes
-
-    async def give(self, num_bytes: int) -> None:
-        async with self._changed:
-            self._num_free += num_bytes
-            self._changed.notify_all()
-
-
-class _Share:
-    def __init__(self, budget: _Budget, num_bytes: int) -> None:
-        self._budget = budget
-        self._num_bytes = num_bytes
-
-    async def __aenter__(self) -> None:
-        await self._budget.take(self._num_bytes)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._budget.give(self._num_bytes)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._num_free += num_bytes
+                self._changed.notify_all()
 
 
 def _open_bucket(url: str, options: StoreOptions) -> Any:

@@ -176,7 +176,7 @@ class ForeignWrites(Command, frozen=True):
 
 
 class Written(Command, frozen=True):
-    """Those of a load's blocks in which something has come already, as some of their words tell; answered by Blocks."""
+    """Whether something of a load has come, as some words of its blocks tell; answered by Truth."""
 
     block_ids: list[int]
 

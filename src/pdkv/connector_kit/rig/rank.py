@@ -25,9 +25,6 @@ from pdkv.wire.messages import KVLayout
 if TYPE_CHECKING:
     import torch
 
-_SAMPLES = 64
-"""Words of a block that say whether something has come."""
-
 
 class HostedRank:
     """Everything of one rank. Built in the order in which the engine builds it."""
@@ -95,7 +92,10 @@ class HostedRank:
             case p.ForeignWrites():
                 return p.Blocks(self._foreign_writes())
             case p.Written(block_ids=block_ids):
-                return p.Blocks(self._written(block_ids))
+                blocks = (
+                    words.reshape(len(words), -1)[block_ids, ::1024] for words in (self._words, self._known_words)
+                )
+                return p.Truth(not np.array_equal(*blocks))
             case p.TakeCalls():
                 return p.Calls(self._watch.take())
             case p.Instrument():
@@ -255,13 +255,6 @@ class HostedRank:
         num_blocks = len(self._words)
         same = self._words.reshape(num_blocks, -1) == self._known_words.reshape(num_blocks, -1)
         return [block for block in np.flatnonzero(~same.all(axis=1)).tolist() if block not in exposed]
-
-    def _written(self, block_ids: list[int]) -> list[int]:
-        num_blocks, words = len(self._words), self._words[0].size
-        now, known = (
-            w.reshape(num_blocks, -1)[block_ids, :: words // _SAMPLES] for w in (self._words, self._known_words)
-        )
-        return [block for block, is_new in zip(block_ids, (now != known).any(axis=1).tolist(), strict=True) if is_new]
 
     def _copy_cost(self, block_ids: list[int]) -> float:
         blocks = self._words.reshape(len(self._words), -1)
