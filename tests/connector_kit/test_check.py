@@ -154,6 +154,7 @@ def test_the_whole_kit_passes_for_stores_in_servers(name: str, tmp_path: Path) -
     [*(pytest.param(*row, id=row[0].partition(":")[2]) for row in BROKEN), *SLOW_BROKEN],
 )
 def test_a_broken_connector_fails_in_the_case_that_is_meant(connector: str, case: str, zygote: Zygote) -> None:
+    """F70, for one that writes into blocks which it has given back."""
     options = OPTIONS[connector.partition(":")[0]]
     report = check(f"broken.{connector}", options=options, names=[case], quick=True, zygote=zygote)
     assert [(found.name, found.status) for found in report.cases] == [(case, "failed")]

@@ -164,7 +164,7 @@ def test_a_full_disk_is_told_and_shows_nothing_of_the_value(tmp_path: Path) -> N
 
 
 def test_no_call_waits_while_the_directory_is_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F37: a directory of 131,072 files on NFS is counted for minutes. What happens meanwhile counts all the same."""
+    """F67: a directory of 131,072 files on NFS is counted for minutes. What happens meanwhile counts all the same."""
     store = bounded(tmp_path, 40)
     put(store, *range(20))
     begun, may_go_on, entries = threading.Event(), threading.Event(), store._directory.entries

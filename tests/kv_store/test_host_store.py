@@ -560,7 +560,7 @@ def test_a_segment_of_which_all_is_expected_still_takes_values(open_: Open) -> N
 
 
 def test_absent_keys_are_not_looked_for_in_each_segment(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F39: most buckets are empty, which one look at all of them tells."""
+    """F69: most buckets are empty, which one look at all of them tells."""
     stores = [HostStore(directory, StoreOptions(capacity=16 << 20)) for _ in range(16)]
     try:
         for number, store in enumerate(stores):
@@ -577,7 +577,7 @@ def test_absent_keys_are_not_looked_for_in_each_segment(directory: Path, monkeyp
 
 
 def test_a_capacity_that_a_segment_does_not_have_is_said(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F38: its values are worth more than its size."""
+    """F68: its values are worth more than its size."""
     for capacity, is_said in ((4 << 20, False), (4 << 20, False), (None, False), (8 << 20, True)):
         caplog.clear()
         with HostStore(directory, StoreOptions(capacity=capacity)) as store:

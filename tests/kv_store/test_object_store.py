@@ -134,7 +134,7 @@ def test_below_another_tier_a_bucket_is_asked_for_a_part_of_what_that_lacks(num_
 
 
 def test_values_of_large_models_are_read_eight_at_a_time() -> None:
-    """F35: a value of 64 tokens of an 8B model is a little larger than 8 MiB, which was all that could be under way."""
+    """F65: a value of 64 tokens of an 8B model is a little larger than 8 MiB, which was all that could be under way."""
     size, names = (8 << 20) + 64, [b"%d" % number for number in range(8)]
     with bare_s3(reads_at_once=8) as server, open_store(server.url, {"operation_timeout_s": "60"}) as store:
         for name in names:
@@ -146,7 +146,7 @@ def test_values_of_large_models_are_read_eight_at_a_time() -> None:
 
 
 def test_a_server_without_conditional_puts_is_put_to_without_them(caplog: pytest.LogCaptureFixture) -> None:
-    """F36: it answers 501 to the condition that an object is new. Said once; afterwards nothing is asked for twice."""
+    """F66: it answers 501 to the condition that an object is new. Said once; afterwards nothing is asked for twice."""
     items = [(b"%d" % number, memoryview(b"value")) for number in range(20)]
     with bare_s3(has_conditions=False) as server, open_store(server.url, {"operation_timeout_s": "60"}) as store:
         store.put(items[:10])

@@ -160,7 +160,7 @@ def fail_over(address: Path, server: RedisServer) -> None:
 
 @pytest.mark.parametrize("serves_stale", ["yes", "no"])
 def test_after_a_failover_the_next_call_is_the_new_masters(tmp_path: Path, open_: Open, serves_stale: str) -> None:
-    """F31: the old master keeps its connections. It answers READONLY to writes, or MASTERDOWN to everything."""
+    """F61: the old master keeps its connections. It answers READONLY to writes, or MASTERDOWN to everything."""
     address = tmp_path / "redis"
     with RedisServer() as old, RedisServer() as new:
         fail_over(address, old)
@@ -179,7 +179,7 @@ def test_after_a_failover_the_next_call_is_the_new_masters(tmp_path: Path, open_
 def test_idle_connections_to_a_server_that_does_not_answer_are_not_tried_one_after_the_other(
     tmp_path: Path, open_: Open
 ) -> None:
-    """F31: an old master that hangs costs one deadline, not one for each connection that there was."""
+    """F61: an old master that hangs costs one deadline, not one for each connection that there was."""
     address = tmp_path / "redis"
     with RedisServer() as old, RedisServer() as new:
         fail_over(address, old)
@@ -195,7 +195,7 @@ def test_idle_connections_to_a_server_that_does_not_answer_are_not_tried_one_aft
 
 
 def test_a_server_that_may_only_be_read_says_so_and_is_read(redis_url: str, client: redis.Redis, open_: Open) -> None:
-    """F32: nothing is wrong with what can be read there."""
+    """F62: nothing is wrong with what can be read there."""
     open_(redis_url).put(items(b"there", size=10))
     client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+get", "+exists")
     reader = open_(redis_url.replace("://", "://reader:secret@"))
@@ -223,7 +223,7 @@ def test_a_replica_is_read_and_takes_no_writes(open_: Open) -> None:
 
 @pytest.mark.parametrize("tiers", ["", "memory://above,"], ids=["alone", "behind_a_tier"])
 def test_a_node_of_a_cluster_is_named_at_the_start(tmp_path: Path, tiers: str) -> None:
-    """F33: each key that another node has failed, with the protocol's MOVED for all explanation."""
+    """F63: each key that another node has failed, with the protocol's MOVED for all explanation."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{tmp_path}/redis")
         listener.listen()

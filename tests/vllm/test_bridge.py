@@ -237,7 +237,7 @@ def redis_url() -> Iterator[str]:
 def test_kv_of_old_weights_does_not_come_back_after_a_reset(
     make: Make, request: pytest.FixtureRequest, tmp_path: Path, connector: str
 ) -> None:
-    """F34: neither from a store, nor out of a peer's staging pool or the engine's own; and what is computed from then
+    """F64: neither from a store, nor out of a peer's staging pool or the engine's own; and what is computed from then
     on is not taken for KV of the old weights by an engine that still has them.
     """
     name, options = connector, {}
@@ -266,7 +266,7 @@ def test_kv_of_old_weights_does_not_come_back_after_a_reset(
 
 
 def test_vllms_reset_of_the_prefix_cache_reaches_the_adapter(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F34: without a method of its own, the base class's None counted as success."""
+    """F64: without a method of its own, the base class's None counted as success."""
     names = ("Base_V1", "Metadata", "Role", "TransferResults", "WorkerMetadata")
     stand_ins = SimpleNamespace(**{f"KVConnector{name}": type(name, (), {}) for name in names})
     monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.base", stand_ins)

@@ -292,7 +292,7 @@ def test_a_gap_that_nobody_has_seen_is_computed_and_stored(make: MakeEngine) -> 
 def test_a_store_that_is_asked_key_by_key_is_asked_for_eight_values_at_once(
     monkeypatch: pytest.MonkeyPatch, kind: type[FaultyStore], at_once: int
 ) -> None:
-    """F35: whatever the size of a value. One at a time, a load took as many times the way to the store."""
+    """F65: whatever the size of a value. One at a time, a load took as many times the way to the store."""
     monkeypatch.setattr(store_worker, "_STAGING_BYTES", 1)
     store = kind()
     writer, engine = Engine(store, "p"), Engine(store, "o")
