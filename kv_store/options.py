@@ -26,6 +26,7 @@ class StoreOptions(Options):
         None,
         "servers: bytes requested and not yet read, over all calls: what a server must buffer (absent: 8 MiB, 256 MiB "
         "in buckets)",
+        ge=1,
         size=True,
     )
     pipeline: int = option(64, "servers: most commands of one call ahead of their replies", ge=1)

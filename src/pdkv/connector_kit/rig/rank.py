@@ -92,10 +92,10 @@ class HostedRank:
             case p.ForeignWrites():
                 return p.Blocks(self._foreign_writes())
             case p.Written(block_ids=block_ids):
-                blocks = (
-                    words.reshape(len(words), -1)[block_ids, ::1024] for words in (self._words, self._known_words)
+                now, known = (
+                    pool.reshape(len(pool), -1)[block_ids, ::1024] for pool in (self._words, self._known_words)
                 )
-                return p.Truth(not np.array_equal(*blocks))
+                return p.Truth(not np.array_equal(now, known))
             case p.TakeCalls():
                 return p.Calls(self._watch.take())
             case p.Instrument():
