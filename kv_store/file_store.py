@@ -219,17 +219,16 @@ class FileStore(ScatteringStore):
                 return  # another thread does it
             self._changed = OrderedDict()
             self._written_since_scan = 0
+        sizes: OrderedDict[str, int] | None = None
         try:
             sizes = self._list()
-        except BaseException:
+        finally:
             with self._lock:
-                self._changed = None
-            raise
-        with self._lock:
-            self._sizes, self._num_bytes = sizes, sum(sizes.values())
-            changed, self._changed = self._changed, None
-            for name, size in changed.items():
-                self._count(name, size)
+                changed, self._changed = self._changed, None
+                if sizes is not None:
+                    self._sizes, self._num_bytes = sizes, sum(sizes.values())
+                    for name, size in changed.items():
+                        self._count(name, size)
 
     def _list(self) -> OrderedDict[str, int]:
         """The sizes of all files, least recently used first."""
