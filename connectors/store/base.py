@@ -19,7 +19,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
-from pdkv.connectors.store.lookup import PROBE_KEY, KeyLookups
+from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.plan import StoreCut, StoreMetadata, hit_tokens_with_windows
@@ -27,15 +27,20 @@ from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.sign_key import make_sealer
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
-from pdkv.errors import StoreUnavailable, TransferError
+from pdkv.errors import StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable, TransferError
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.codecs.base import Codec
 from pdkv.options import option
 from pdkv.wire.messages import ConnectorKind
 
 LAYERWISE_GROUPS = 4
+_PROBE_KEYS = [bytes(31) + bytes([number]) for number in range(16)]
+"""Several: of a Redis Cluster each node has some."""
 
-__all__ = ["Buffer", "KVStore", "StoreConnector", "StoreConnectorOptions", "StoreUnavailable", "option"]
+__all__ = [
+    "Buffer", "KVStore", "StoreConnector", "StoreConnectorOptions", "StoreFull", "StoreReadOnly", "StoreTimeout",
+    "StoreUnavailable", "option",
+]  # fmt: skip
 """All that a subclass needs."""
 
 
@@ -87,7 +92,8 @@ class StoreConnector(KVConnector):
         try:
             store = cls.options_type.parse(options).open_store()
             try:
-                store.contains([PROBE_KEY])
+                for part in store.parts().values():
+                    part.contains(_PROBE_KEYS)
             finally:
                 store.close()
         except TransferError as error:

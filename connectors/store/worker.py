@@ -66,6 +66,10 @@ class _Read(NamedTuple):
     left: Sequence[int] = ()  # bytes from here to the load's end, by form; empty: there is nothing to choose
 
 
+_STAGING_BYTES = 4 << 20
+_VALUES_AT_ONCE = 8
+"""In a thread's buffer, of a store that answers one request for each: the way to it is long."""
+
 _Places = dict[bytes, list[memoryview]]
 """By a value's key, where in the pool its body belongs."""
 
@@ -146,7 +150,9 @@ class StoreWorker(TransferWorker):
         self._forms = Forms(self._pool, self._coder, self._cut.forms)
         sizes = self._forms.all_sizes(parts)
         largest = max(body_bytes(per_value) for body_bytes in sizes)
-        self._capacity = max(self._options.staging_bytes, largest)  # of a buffer, in bytes of bodies
+        at_once = _VALUES_AT_ONCE if self._values.store.asks_key_by_key else 1
+        wanted = self._options.staging_bytes or max(_STAGING_BYTES, at_once * largest)
+        self._capacity = max(wanted, largest)  # of a buffer, in bytes of bodies
         has_tiers = len(self._values.store.parts()) > 1  # operators' orders have a thread of their own
         threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead + has_tiers
         buffer_size = buffer_bytes(self._capacity, min(body_bytes(1) for body_bytes in sizes))
