@@ -43,6 +43,7 @@ PdkvError
         ├── StoreUnavailable it cannot be reached, or not any more
         ├── StoreTimeout     it did not answer in time
         ├── StoreFull        it has no room and may not evict
+        ├── StoreReadOnly    it can be read, and takes no writes now
         └── StoreUnable      it cannot do this at all
 """
 
@@ -334,6 +335,12 @@ class StoreFull(StoreError):
     """The store has no room and may not evict."""
 
     code = "store_full"
+
+
+class StoreReadOnly(StoreError):
+    """The store takes no writes now: a replica, one whose snapshots fail, one that this user may only read."""
+
+    code = "store_read_only"
 
 
 class StoreUnable(StoreError):
