@@ -207,7 +207,7 @@ class KVStore(ABC):
         """`put_on_terms` of what only has to be found again: slower parts may have it later, or never."""
         self.put_on_terms(items, terms)
 
-    def ask_part(self, part: "KVStore", call: Callable[[], T]) -> T:
+    def ask_part(self, part: "KVStore", call: Callable[[], T], *, writes: bool = False) -> T:
         """Run a call of one of its `parts`. Raises StoreUnavailable at once for one that is left alone now."""
         return call()
 

@@ -18,7 +18,7 @@ JOIN_TIMEOUT_S = 5.0
 class TierWatch:
     """Keeps the books of the calls of tiers. Where one takes long, a probe on a thread of its own asks its store for
     nobody's key: without an answer in as long a time again, the store's calls under way are ended, and it is left
-    alone. So is one whose call fails. That lasts until a probe succeeds, each of which comes after twice as long a time.
+    alone, as one is whose call fails, until a probe succeeds. Each one comes after twice as long a time as the last.
 
     Args:
         lock: guards the tiers' state; all methods but `close` are called under it.

@@ -180,12 +180,13 @@ class TieredStore(TellingStore):
         if self._backfill is not None:
             self._backfill.room_taken()
 
-    def ask_part(self, part: KVStore, call: Callable[[], T]) -> T:
+    def ask_part(self, part: KVStore, call: Callable[[], T], *, writes: bool = False) -> T:
         tier = next(tier for tier in self.tiers if tier.store is part)
-        if tier.rests("read"):
+        kind: CallKind = "write" if writes else "read"
+        if tier.rests(kind):
             raise self._left_alone([tier])
         errors: list[StoreError] = []
-        result = self._try(tier, call, errors)
+        result = self._try(tier, call, errors, kind)
         if errors:
             raise errors[0]
         return result  # type: ignore[return-value]  # None only if it is what the call returns

@@ -314,13 +314,18 @@ class StoreSave(msgspec.Struct, frozen=True):
     kv_terms: KVTerms | None = None  # on which they are kept
 
     @property
+    def is_handoff(self) -> bool:
+        """Whether another engine waits for it."""
+        return self.key != self.batch
+
+    @property
     def block_ids(self) -> list[int]:
         """All blocks that it reads."""
         return [block_id for span in self.spans for block_id in span.block_ids]
 
 
 class StoreDrop(msgspec.Struct, frozen=True):
-    """A hand-off is over: nothing more of it is saved, and its tails are deleted."""
+    """A hand-off is over: no further save of it comes, and its tails are deleted."""
 
     key: TransferKey
     tails: list[Value]

@@ -99,6 +99,8 @@ class RigConnector(StoreConnector):
 
     current: ClassVar[KVStore]
     probe_interval_s = inf  # tests count the store's calls
+    watches = False
+    retry_after_s = 0.0
 
     def open_store(self) -> KVStore:
         return self.current
