@@ -55,9 +55,7 @@ class Backfill:
         self._written = RecentKeys(WRITTEN_FOR_S)  # of those that were used again
         self._log_limit = LogLimit(60.0)
         self._changed = threading.Condition()  # its lock guards what follows
-        self._offered: dict[
-            WritePolicy, OrderedDict[bytes, int]
-        ] = {  # sizes of values written, or used again
+        self._offered: dict[WritePolicy, OrderedDict[bytes, int]] = {  # sizes of values written, or used again
             policy: OrderedDict() for policy in _POLICIES
         }
         self._terms: dict[tuple[WritePolicy, bytes], Terms] = {}  # of those of them that have some

@@ -122,7 +122,9 @@ class StoreConnector(KVConnector):
             probe_interval_s=self.probe_interval_s,
         )
         news, ahead = StoreNews(self.store, self.cut, self._value_bytes()), self.store.look_ahead_bytes
-        return StoreScheduler(self.config, self.options, self.cut, lookups, news, ahead, self.clock)
+        return StoreScheduler(
+            self.config, self.options, self.cut, lookups, news, ahead, self.clock, table=self.block_table
+        )
 
     def _value_bytes(self) -> int:
         """Of a whole value of the first KV group: what a rank reads for one; 0: as much as its blocks have."""

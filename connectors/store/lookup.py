@@ -58,8 +58,8 @@ class KeyLookups:
     Args:
         suffixes: every value consists of one part for each; one that lacks a part is a miss.
         notify: wakes the engine when an answer is there.
-        timeout_s: deadline of a lookup; after it the answer is what the store's first part says, where that is no server,
-            else a miss.
+        timeout_s: deadline of a lookup; after it the answer is what the store's first part says, where that is no
+            server, else a miss.
         known_for_s: so long an answer is believed: the store may evict.
         probe_interval_s: how often a store that does not answer is asked although nobody waits, and once at the start;
             infinity: never.

@@ -325,10 +325,11 @@ class StoreSave(msgspec.Struct, frozen=True):
 
 
 class StoreDrop(msgspec.Struct, frozen=True):
-    """A hand-off is over: no further save of it comes, and its tails are deleted."""
+    """A hand-off is over: nothing more of it is saved, and its tails are deleted."""
 
     key: TransferKey
     tails: list[Value]
+    given_up: bool = True  # False: its first token was the last, and what is being saved will be found by content
 
 
 class StoreAhead(NamedTuple):

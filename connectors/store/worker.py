@@ -171,7 +171,10 @@ class StoreWorker(TransferWorker):
         for save in meta.saves:
             self._start_save(save, meta.earlier_steps or ON_HOST)
         for drop in meta.drops:
-            self.complete(drop.key, "send")  # what is under way stays of use; a hand-off that is given up is cancelled
+            if drop.given_up:
+                self.drop(drop.key, "send")
+            else:
+                self.complete(drop.key, "send")
             if drop.tails:
                 keys = [key for tail in drop.tails for key in self._cut.own_keys(tail)]
                 name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])

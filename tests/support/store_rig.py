@@ -167,6 +167,7 @@ class Engine:
         ]  # fmt: skip
         for connector in self.connectors:
             connector.clock = clock
+        self.table = self.connectors[0].make_block_table()
         scheduler = self.connectors[0].make_scheduler_side()
         assert isinstance(scheduler, StoreScheduler)
         self.scheduler = scheduler
