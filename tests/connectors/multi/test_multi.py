@@ -1,6 +1,5 @@
 """`multi`: what its children make together, whose match is loaded, and when a hand-off has been sent."""
 
-import itertools
 import logging
 import os
 
@@ -416,8 +415,9 @@ def test_beside_a_pull_a_store_has_no_part_in_the_hand_off() -> None:
     assert core.scheduler.kv.pool.counts().leased == 3
     core.handle("r", Release("t-a", 0), 0.0)
     run(core)
-    for operation in list(fabric.under_way):
-        fabric.deliver(operation)
+    while fabric.under_way:
+        fabric.deliver()
+    run(core)
     assert at_rest(core)
     assert len(store_of(fabric)) == 2
     MemoryFabric.unbind("multi-lease")
