@@ -270,7 +270,7 @@ def test_a_rest_doubles_until_a_call_succeeds() -> None:
 
 def test_a_silent_tier_is_hung_up_on(server: RedisServer) -> None:
     """Whoever waits for it goes on at once, not at the call's deadline."""
-    options = StoreOptions(operation_timeout_s=300, connect_timeout_s=300)
+    options = StoreOptions(operation_timeout_s=300)
     with TieredStore([MemoryStore("silent"), RedisStore(server.url, options)]) as store:
         store.put(items(b"a"))
         with server.stopped():
@@ -279,7 +279,6 @@ def test_a_silent_tier_is_hung_up_on(server: RedisServer) -> None:
             assert store.contains([b"a", b"b"]) == [True, False]
             store.keep(items(b"c"), {})
         wait_until_true(lambda: not store.problem, "a probe found it")
-        assert store.tiers[1].failures["store_unavailable"] == 1
 
 
 def test_what_is_kept_reaches_slower_tiers_behind_the_callers_back(server: RedisServer) -> None:
