@@ -122,7 +122,11 @@ class MultiScheduler(SchedulerConnector):
         key = request.transfer_key
         self._choices.pop(key, None)
         best, winner, looking = NO_MATCH, 0, False
-        for index, scheduler in sorted(enumerate(self._schedulers), key=lambda each: self.views.is_beside(each[0])):
+        order: Sequence[int] = range(len(self._schedulers))
+        if request.kv == "await_peer":
+            order = sorted(order, key=self.views.is_beside)
+        for index in order:
+            scheduler = self._schedulers[index]
             if request.kv == "await_peer" and self.views.is_beside(index) and (looking or best.num_tokens):
                 break
             view = self.views.request(request, index)

@@ -243,7 +243,8 @@ class Refusing(MemoryStore):
 @pytest.mark.parametrize("error", [StoreReadOnly("a replica"), StoreFull("no room"), StoreTimeout("slow")])
 def test_a_tier_that_cannot_be_written_is_read(error: StoreError) -> None:
     """And what would be sent in vain is not sent."""
-    with MemoryStore(f"unwritable-{error.code}") as filler, TieredStore([Refusing(filler.name, error)]) as store:
+    name = f"unwritable-{error.code}"
+    with MemoryStore(name) as filler, TieredStore([Refusing(name, error)]) as store:
         filler.put(items(b"a"))
         refusing = store.tiers[0].store
         assert isinstance(refusing, Refusing)
