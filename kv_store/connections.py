@@ -193,10 +193,15 @@ class ConnectionPool(Generic[C]):
         """Close all channels; calls under way raise StoreUnavailable. Idempotent."""
         with self._lock:
             self._closed = True
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close all channels; calls under way raise StoreUnavailable, later ones connect anew."""
+        with self._lock:
             busy = list(self._busy)
+        self._drop_idle()  # first: a call whose channel has ended does not try one of them
         for channel in busy:
             channel.interrupt()
-        self._drop_idle()
 
     def _take_idle(self) -> C | None:
         with self._lock:

@@ -25,6 +25,9 @@ class ServerStore(TellingStore):
     def close(self) -> None:
         self._pool.close()
 
+    def hang_up(self) -> None:
+        self._pool.hang_up()
+
     @abstractmethod
     def connect(self, timeout_s: float) -> Channel:
         """A new connection.

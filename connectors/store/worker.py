@@ -177,7 +177,10 @@ class StoreWorker(TransferWorker):
         for save in meta.saves:
             self._start_save(save, meta.earlier_steps or ON_HOST)
         for drop in meta.drops:
-            self.drop(drop.key, "send")
+            if drop.given_up:
+                self.drop(drop.key, "send")
+            else:
+                self.complete(drop.key, "send")
             if drop.tails:
                 keys = [key for tail in drop.tails for key in self._cut.own_keys(tail)]
                 name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])
@@ -213,8 +216,8 @@ class StoreWorker(TransferWorker):
             if len(whole) < len(save.values):  # in the lane in which they will be deleted
                 tails = [value for value in save.values if not self._cut.is_whole(value)]
                 tasks.append(Task(_Write(save, tails, False, after), self._save_lane(save.key)))
-        is_handoff = save.key != save.batch
-        self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
+        batch = save.batch if save.is_handoff else None
+        self.submit(save.key, "send", tasks, batch=batch, last=save.last or not save.is_handoff)
 
     def _chunks(self, values: Sequence[Value]) -> Iterator[Sequence[Value]]:
         """Values of one KV group that fill a buffer with all parts that this rank writes."""
@@ -266,7 +269,14 @@ class StoreWorker(TransferWorker):
             return results
         return results._replace(finished_sending={**results.finished_sending, **done})
 
+    def interrupt(self, job: Job) -> bool:
+        """At the end nothing waits for a store that does not answer."""
+        if self._stopping:
+            self._values.store.hang_up()
+        return True
+
     def shutdown(self) -> None:
+        self._values.store.hang_up()
         self._orders.close()
         super().shutdown()
 
@@ -449,10 +459,11 @@ class StoreWorker(TransferWorker):
         )
 
     def _write(self, job: Job, order: _Write) -> int:
-        values = order.values
+        values, is_handoff = order.values, order.save.is_handoff
         if order.check:
             keys = [key for value in values for key in self._cut.own_keys(value)]
-            there = set(compress(keys, self._values.store.contains_for_all(keys)))
+            look = self._values.store.contains_for_all if is_handoff else self._values.store.contains
+            there = set(compress(keys, look(keys)))
             values = [value for value in values if not there.issuperset(self._cut.own_keys(value))]
         num_bytes = 0
         for pieces in self._pieces(values, owned=True):
@@ -463,7 +474,7 @@ class StoreWorker(TransferWorker):
                 job.check()
                 if replaced := [slot.key for slot in slots if slot.value.key in order.save.replaced]:
                     self._values.store.delete(replaced)
-                self._values.put(slots, order.save.kv_terms)
+                self._values.put(slots, order.save.kv_terms, for_others=is_handoff)
                 num_bytes += sum(slot.data.nbytes for slot in slots)
         return num_bytes
 

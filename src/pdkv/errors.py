@@ -76,7 +76,7 @@ class InvalidRequest(PdkvError):
 
 
 class GrammarGivenUp(InvalidRequest):
-    """A grammar took more time or memory than a grammar may; router and engines refuse it for a minute by its digest."""
+    """A grammar took more time or memory than it may; router and engines refuse it for a minute by its digest."""
 
     code = "grammar_given_up"
 
