@@ -22,6 +22,7 @@ from pdkv.kv_store.base import (
     TermsOf,
     TierCounts,
     prefixes_of,
+    put_all,
     tier_name,
 )
 from pdkv.kv_store.terms import NO_TERMS, Terms
@@ -156,7 +157,7 @@ class TieredStore(TellingStore):
             if not taken:
                 continue
             num_errors = len(errors)
-            self._try(tier, partial(_put, tier.store, taken, terms), errors, "write")
+            self._try(tier, partial(put_all, tier.store, taken, terms), errors, "write")
             is_put = is_put or (len(errors) == num_errors and tier in self._shared and len(taken) == len(items))
         self._room_taken()
         if items and not is_put:
@@ -166,7 +167,7 @@ class TieredStore(TellingStore):
         """Into the first tier; the others get it from there, by the thread that copies."""
         errors: list[StoreError] = []
         if self._backfill is not None and not self.tiers[0].rests("write"):
-            self._try(self.tiers[0], partial(_put, self.tiers[0].store, items, terms), errors, "write")
+            self._try(self.tiers[0], partial(put_all, self.tiers[0].store, items, terms), errors, "write")
         if errors or self._backfill is None or self.tiers[0].rests("write"):
             self.put_on_terms(items, terms)
             return
@@ -292,7 +293,7 @@ class TieredStore(TellingStore):
         for tier in self._awake("write", self.tiers[:depth]):
             if tier.write != "evicted":
                 errors: list[StoreError] = []
-                self._try(tier, partial(_put, tier.store, items, terms), errors, "write")
+                self._try(tier, partial(put_all, tier.store, items, terms), errors, "write")
                 with self._lock:
                     tier.num_promoted += 0 if errors else len(items)
         if depth:
@@ -306,7 +307,7 @@ class TieredStore(TellingStore):
         there = self._try(tier, lambda: tier.store.contains([key for key, _ in items]), errors) or ()
         missing = [item for item, is_there in zip(items, there, strict=False) if not is_there]
         if missing:
-            self._try(tier, partial(_put, tier.store, missing, terms), errors, "write")
+            self._try(tier, partial(put_all, tier.store, missing, terms), errors, "write")
         with self._lock:
             tier.num_backfilled += 0 if errors else len(missing)
         return not errors
@@ -346,11 +347,3 @@ class TieredStore(TellingStore):
                 self._watch.end(tier, number, kind, problem)
                 if problem is not None:
                     tier.failures[problem.code] += 1
-
-
-def _put(store: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-    """What has no terms is put as ever."""
-    if terms:
-        store.put_on_terms(items, terms)
-    else:
-        store.put(items)
