@@ -66,6 +66,7 @@ class TieredStore(TellingStore):
         assert policies[0] == "all", policies
         self.tiers = [Tier(store, policy, retry_after_s) for store, policy in zip(stores, policies, strict=True)]
         self._lock = threading.Lock()  # of the tiers' state
+        self._is_closed = False
         self._watch = TierWatch(self.tiers, self._lock, max(retry_after_s, LATE_S) if watches else inf)
         shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
         reaching_all = [tier for tier in shared if tier.write == "all" and not tier.store.scope]
@@ -251,6 +252,7 @@ class TieredStore(TellingStore):
         return {tier_name(place, tier.store): tier.store for place, tier in enumerate(self.tiers)}
 
     def close(self) -> None:
+        self._is_closed = True
         self.hang_up()  # what copies, or probes, does not wait for an answer
         if self._backfill is not None:
             self._backfill.close()
@@ -329,7 +331,8 @@ class TieredStore(TellingStore):
 
     def _left_alone(self, tiers: Sequence[Tier]) -> StoreUnavailable:
         names = ", ".join(f"{tier_name(self.tiers.index(tier), tier.store)}" for tier in tiers)
-        return StoreUnavailable(f"{names}: left alone, since a call failed a while ago")
+        why = "closed" if self._is_closed else "left alone, since a call failed a while ago"
+        return StoreUnavailable(f"{names}: {why}")
 
     def _try(self, tier: Tier, call: Callable[[], T], errors: list[StoreError], kind: CallKind = "read") -> T | None:
         """What the call returns; None if the tier failed, which is counted and added to `errors`."""
