@@ -12,7 +12,7 @@ from pdkv.engine.batch import IntArray, PersistentBatch
 from pdkv.engine.drafts import DrawRows
 from pdkv.engine.plan import NewRequest, StepFailure
 from pdkv.engine.sampling.logit_processors import TokenMasks
-from pdkv.errors import InvalidRequest
+from pdkv.errors import GrammarGivenUp, InvalidRequest
 from pdkv.grammar.compiled import CompiledGrammar
 from pdkv.grammar.match_time import MatchTime
 from pdkv.grammar.matcher import Matcher
@@ -118,7 +118,7 @@ class GrammarMasks:
         text = f"the grammar takes too long to match: its answers held the others up for {seconds:.2g} s"
         for answer in self._answers.values():
             if answer.grammar == grammar:
-                self.failures.setdefault(answer.key, StepFailure(InvalidRequest.code, text))
+                self.failures.setdefault(answer.key, StepFailure(GrammarGivenUp.code, text))
 
 
 class _Answer:

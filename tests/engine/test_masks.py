@@ -12,7 +12,7 @@ from pdkv.engine.drafts import DrawRows
 from pdkv.engine.masks import GrammarMasks
 from pdkv.engine.plan import NewRequest
 from pdkv.engine.sampling.logit_processors import TokenMasks
-from pdkv.errors import InvalidRequest
+from pdkv.errors import GrammarGivenUp, InvalidRequest
 from pdkv.grammar.compiled import CompiledGrammar, serialize
 from pdkv.grammar.compiling import Compiler
 from pdkv.grammar.spec import Grammar
@@ -193,7 +193,7 @@ def test_a_grammar_whose_work_grows_with_the_answer_ends_with_all_its_answers(
         batch.fill()
         batch.draw(*[a] * 8)
     assert set(batch.masks.failures) == {(f"r{i}", 0) for i in range(1, 7)}
-    assert {failure.code for failure in batch.masks.failures.values()} == {InvalidRequest.code}
+    assert {failure.code for failure in batch.masks.failures.values()} == {GrammarGivenUp.code}
 
 
 def test_a_mask_has_no_token_behind_the_vocabulary(vocabulary: Vocabulary) -> None:
