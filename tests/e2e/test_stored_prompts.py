@@ -2,7 +2,6 @@
 hangs costs neither requests nor, for long, their rate.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from deployments import Running
 from equality import Workload, deployed, greedy_workload
 from nixl_rig import needs_nixl
-from serving_checks import complete_all
+from serving_checks import REQUEST_BOUND_S, complete_all
 from store_servers import RedisServer
 from traffic import wait_until_true
 
@@ -64,20 +63,17 @@ def test_every_value_is_stored_whatever_the_length_of_the_answer(workload: Workl
 
 @pytest.mark.parametrize("connector", ["store", "shared_memory"])
 def test_a_server_that_hangs_costs_nothing_for_long(workload: Workload, connector: str) -> None:
-    """F55: ten requests that come after it was found out take less time than one deadline of its calls."""
+    """F55: a request that waited for it as long as a call may take would not be answered in time."""
     with RedisServer() as server:
-        tiers = ("--connector-config", f"url={server.url}") if connector == "store" else (
-            "--kv-host-memory", "64MiB", "--kv-store", server.url
+        deadline = f"operation_timeout_s={REQUEST_BOUND_S + 60}"
+        tiers = ("--connector-config", f"url={server.url}", deadline) if connector == "store" else (
+            "--kv-host-memory", "64MiB", "--kv-store", f"{server.url}?{deadline}"
         )  # fmt: skip
         with deployed(workload, *PAIR, "--connector", connector, *tiers) as deployment:
             complete(deployment, 0, 2)
             with server.stopped():
-                complete(deployment, 1, 2)
-                began = time.monotonic()
-                for number in range(2, 12):
+                for number in range(1, 12):
                     complete(deployment, number, 2)
-                took_s = time.monotonic() - began
-            assert took_s < 10, deployment.log
             check_pools(deployment)
 
 
