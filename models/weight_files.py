@@ -4,6 +4,7 @@ No torch: identities are taken where there is none.
 """
 
 import json
+import logging
 import math
 import os
 import stat
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple, Self
 
 from pdkv.errors import ModelError
 from pdkv.models.json_fields import read_json
+
+logger = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -150,7 +153,10 @@ def _read_index(path: Path) -> dict[str, str] | None:
 def _file_names(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[str]:
     if weight_map is None:
         names = sorted(file.name for file in path.glob("*.safetensors"))
-        names = [_SINGLE] if _SINGLE in names else names
+        if _SINGLE in names and len(names) > 1:
+            others = ", ".join(name for name in names if name != _SINGLE)
+            logger.warning("%s: without %s, %s is read alone, and not %s", path, INDEX_NAME, _SINGLE, others)
+            names = [_SINGLE]
         if not names:
             raise ModelError(f"{path}: no *.safetensors file")
         return names

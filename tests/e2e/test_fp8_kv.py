@@ -8,7 +8,7 @@ import pytest
 import torch
 from equality import TOPOLOGIES, Workload, check_decode_computed_nothing, deployed, run_all
 from oracle import Expected, oracle
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from serving_checks import serve_directory
 
 from pdkv import LLM, SamplingParams
@@ -22,7 +22,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 def model(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = serve_directory(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("scaled"))
     names = [f"model.layers.{layer}.self_attn.{side}_scale" for layer in range(2) for side in "kv"]
-    save_file(dict(zip(names, torch.tensor([0.5, 0.02, 0.25, 0.01]), strict=True)), path / "kv_scales.safetensors")
+    weights = load_file(path / "model.safetensors")
+    scales = dict(zip(names, torch.tensor([0.5, 0.02, 0.25, 0.01]), strict=True))
+    save_file({**weights, **scales}, path / "model.safetensors", {"format": "pt"})
     return path
 
 
