@@ -99,8 +99,11 @@ class Matcher:
 def _reason(error: str) -> str:
     """The library's words without the place in what was made of the request, and without its own."""
     first = error.partition("\n")[0]
+    if "NoExtension" in first:
+        return "no text fulfils the grammar"
     if "panic" in first:
         return "the library that matches grammars fails at it"
     if "TooComplex" in first or "limit" in first:
         return f"the grammar is too complex to match: {clip(first)}"
-    return clip(re.sub(r"^(?:at )?\d+\(\d+\): ", "", first))
+    detail = next((line for line in error.splitlines() if line.startswith("error: ")), "")
+    return clip(re.sub(r"^(?:at )?\d+\(\d+\): ", "", first)) + detail.replace("error:", "")
