@@ -21,8 +21,8 @@ from pdkv.engine.kv_cache import (
     num_blocks_that_fit,
     pool_bytes,
 )
-from pdkv.engine.memory_profile import profiled_bytes
 from pdkv.engine.masks import Masks
+from pdkv.engine.memory_profile import profiled_bytes
 from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner

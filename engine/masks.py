@@ -34,10 +34,10 @@ class StepMasks(NamedTuple):
     """Of one step."""
 
     masks: TokenMasks | None  # None: in no row
-    late: list[int] = []  # which of the requests that draw are left out, by their place among them
+    late: list[int]  # which of the requests that draw are left out, by their place among them
 
 
-NO_MASKS = StepMasks(None)
+NO_MASKS = StepMasks(None, [])
 
 
 class Masks(Protocol):

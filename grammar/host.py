@@ -180,7 +180,8 @@ class GrammarHost:
         """
         rows = [self._rows[key] for key in keys]
         slab = self._workers.slab
-        assert slab is not None
+        if slab is None:  # closed
+            return [None] * len(keys)
         if any(not self._is_in(row) for row in rows):
             self._wait(rows, slab)
         found = [None if row.has_failed else slab.copy(row.index, row.number) for row in rows]

@@ -1,4 +1,4 @@
-"""What an engine, the process that it starts for grammars, and that one's workers tell each other: msgpack in frames."""
+"""What an engine, the process that it starts for grammars, and workers of that one tell each other: msgpack."""
 
 import struct
 from collections.abc import Iterator

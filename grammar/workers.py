@@ -136,9 +136,9 @@ class Workers:
 
     def release(self, worker: WorkerState, indices: Sequence[int]) -> None:
         """Places that no worker writes to any more."""
-        assert self.slab is not None
         worker.closing.difference_update(indices)
-        self.slab.clear(indices)
+        if self.slab is not None:  # else all is closed
+            self.slab.clear(indices)
         self._free += indices
 
     def _fail(self, row: Row, error: PdkvError) -> None:
@@ -389,3 +389,4 @@ class Workers:
             if fd >= 0:
                 os.close(fd)
         self._slab_fd = self.event_fd = self._wake_fd = -1
+        self.slab = None

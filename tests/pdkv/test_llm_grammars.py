@@ -152,7 +152,7 @@ def test_what_contradicts_the_shape_ends_the_request_with_the_reason(llm: LLM, f
 
 def test_the_engine_gives_a_grammar_the_time_that_its_options_say() -> None:
     with (
-        LLM(grammar_compile_timeout_s=0.001, **POOL) as llm,
-        pytest.raises(InvalidRequest, match=r"more than 0\.001 s to compile \(--grammar-compile-timeout-s\)"),
+        LLM(grammar_time_s=0.0001, **POOL) as llm,
+        pytest.raises(InvalidRequest, match=r"more than 0\.0001 s of processor time to match \(--grammar-time-s\)"),
     ):
         llm.generate("a", SamplingParams(structured_outputs=JSON))
