@@ -258,9 +258,7 @@ def _load(
     return executor, identity
 
 
-def _make_executor(
-    plan: _Plan, source: ModelSource, place: RankPlace | None, grammars: GrammarHost
-) -> ModelExecutor:
+def _make_executor(plan: _Plan, source: ModelSource, place: RankPlace | None, grammars: GrammarHost) -> ModelExecutor:
     """The engine's only rank, or its first one with the others."""
     eos, timeout_s = plan.model.eos_token_ids, plan.config.rank_timeout_s
     if place is None or plan.config.tp == 1:
