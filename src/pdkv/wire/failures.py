@@ -2,6 +2,7 @@
 
 from pdkv.errors import (
     EngineDied,
+    GrammarGivenUp,
     InvalidRequest,
     LogitsProcessorFailed,
     NonFiniteLogits,
@@ -14,13 +15,14 @@ from pdkv.errors import (
 from pdkv.wire.messages import Failed
 
 _KINDS = (RequestTimeout, RequestAborted, NonFiniteLogits, LogitsProcessorFailed, EngineDied)
+_MISTAKES: dict[str, type[InvalidRequest]] = {kind.code: kind for kind in (InvalidRequest, GrammarGivenUp)}
 _BY_CODE: dict[str, type[RequestFailed]] = {kind.code: kind for kind in _KINDS}
 
 
 def error_of(message: Failed) -> PdkvError:
-    """InvalidRequest, ServerBusy, or the RequestFailed that its code names."""
-    if message.code == InvalidRequest.code:
-        return InvalidRequest(message.message, param=message.param or None)
+    """InvalidRequest or its GrammarGivenUp, ServerBusy, or the RequestFailed that its code names."""
+    if message.code in _MISTAKES:
+        return _MISTAKES[message.code](message.message, param=message.param or None)
     if message.code == ServerBusy.code:
         return ServerBusy(message.message)
     kind = _BY_CODE.get(message.code, RequestFailed)
