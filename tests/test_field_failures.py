@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROWS = [f"F{number}" for number in range(1, 31)]
+ROWS = [f"F{number}" for number in (*range(1, 31), 81, 82)]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
