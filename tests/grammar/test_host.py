@@ -1,4 +1,4 @@
-"""Processes that match grammars: what a grammar may cost, whoever else is beside it, and whatever ends them."""
+"""Processes that match grammars: what a grammar may cost, what is beside it, and what ends them. F81, F82."""
 
 import os
 import select
