@@ -67,7 +67,7 @@ def make_format(asked: StructuredOutputs, time: SchemaTime | None = None) -> For
             case "choice":
                 return _one_of(value)
             case "grammar":
-                return ebnf(value)
+                return ebnf(value, time)
             case _:
                 return read_tag(value, time)
 

@@ -181,7 +181,7 @@ def _flag(given: Fields, field: str, at: str) -> bool:
 _READERS: dict[str, Callable[[_Reader, Fields, str], Part]] = {
     "const_string": lambda reader, given, at: _text(given, "value", at),
     "any_text": lambda reader, given, at: ANY_TEXT,
-    "grammar": lambda reader, given, at: ebnf(_text(given, "grammar", at)),
+    "grammar": lambda reader, given, at: ebnf(_text(given, "grammar", at), reader._time),
     "json_schema": _Reader._json,
     "regex": _Reader._regex,
     "sequence": _Reader._sequence,
