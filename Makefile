@@ -14,6 +14,7 @@ SCHEDULES ?= 2000
 REQUESTS ?= 100000
 CLIENTS ?= 40
 SHAPES ?= 500
+TENANTS ?= 10
 FRAMES ?= 100000
 CELL ?= 100
 RATE ?= 0
@@ -68,7 +69,8 @@ matrix: install
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many damaged transfers of each kind, on each
 # way and for all ranks (TRIALS=1000), so many schedules of the hand-off state machine at each number of steps ahead
 # (SCHEDULES=2000), so many bad HTTP requests (REQUESTS=100000), rude clients beside running streams for
-# so many seconds (CLIENTS=40), so many hostile schemas and patterns (SHAPES=500), so many hostile frames on the engines of
+# so many seconds (CLIENTS=40), so many hostile schemas and patterns (SHAPES=500), a hostile tenant beside a polite one
+# for so many minutes (TENANTS=10), so many hostile frames on the engines of
 # each connector (FRAMES=100000), strangers at every door of theirs (a thousand connections each), then chaos under load for so many minutes per backend: make soak MINUTES=5
 # BACKENDS="shared_memory store_redis". Then ROUTER_MINUTES=10 with one router alone, whose memory must stay flat.
 soak: install
@@ -78,6 +80,7 @@ soak: install
 	cd tests/support && $(abspath $(BIN))/python -m soak.clients --seconds $(CLIENTS)
 	cd tests/support && $(abspath $(BIN))/python -m soak.schemas
 	cd tests/support && $(abspath $(BIN))/python -m soak.shapes --requests $(SHAPES) --seed $(SEED)
+	cd tests/support && $(abspath $(BIN))/python -m soak.tenants --minutes $(TENANTS)
 	cd tests/support && $(abspath $(BIN))/python -m soak --frames $(FRAMES) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak --strangers
 	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)

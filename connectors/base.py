@@ -77,6 +77,7 @@ class RequestView(msgspec.Struct, frozen=True):
     num_local_hit: int = 0  # tokens of the local hit that its blocks begin with, once it has blocks
     prompt_token_ids: Sequence[int] = ()  # empty where only requests with its salt or adapter may find its KV
     kv_terms: KVTerms | None = None  # on which its KV is kept where it is stored
+    num_handed_over: int = 0  # of its first tokens, that another engine has computed and handed over
 
     @property
     def transfer_key(self) -> TransferKey:
@@ -493,6 +494,7 @@ class KVConnector(ABC):
         """
         self.config = config
         self.notify = notify
+        self.block_table: BlockTable | None = None  # what the pool writes; None: nothing tells when a block is reused
         self.options = self.parse_options(config.options)
 
     @classmethod
@@ -549,7 +551,8 @@ class KVConnector(ABC):
 
     def make_block_table(self) -> BlockTable:
         """The table of generations that the engine's block pool shall write; called once, before the sides."""
-        return LocalBlockTable(self.config.num_blocks)
+        self.block_table = LocalBlockTable(self.config.num_blocks)
+        return self.block_table
 
     def allocate_kv_cache(self) -> "torch.Tensor | None":
         """The KV pool, for a transport that shares its memory with peers; None: the engine allocates its own."""

@@ -27,13 +27,9 @@ SHIPPED: Mapping[str, str] = {
 """name -> "module:Class" of what this distribution ships; the only place that says so. Imported on first use."""
 
 
-def _base() -> "type[KVConnector]":
-    from pdkv.connectors.base import KVConnector
-
-    return KVConnector
-
-
-CONNECTORS: "Registry[KVConnector]" = Registry("connector", ENTRY_POINT_GROUP, SHIPPED, _base, unknown=UnknownConnector)
+CONNECTORS: "Registry[KVConnector]" = Registry(
+    "connector", ENTRY_POINT_GROUP, SHIPPED, "pdkv.connectors.base:KVConnector", unknown=UnknownConnector
+)
 
 
 def connector_targets() -> dict[str, str]:

@@ -300,7 +300,8 @@ class ExternalKV:
         """The request or its hand-off was given up; transfers from here are cancelled where asked."""
         if self.connector is None:
             return
-        self._retract(key)
+        if key not in self._kept or not self._shows_confirmed.others:
+            self._retract(key)  # else a store may still have what a finished request's blocks hold until the next view
         self._news.aborted.append(key)
         self._news.is_end_urgent |= self.connector.must_hear_end(key)
         if cancel_sending and self.has_saves(key) and (cancel := Cancel(key, "send")) not in self._cancels:

@@ -45,6 +45,7 @@ class Request:
         "num_external",
         "num_full_blocks",
         "num_given_up",
+        "num_handed_over",
         "num_in_flight",
         "num_local_hit",
         "num_reported",
@@ -79,6 +80,7 @@ class Request:
         self.end_at = _end_at(submit)  # with so many tokens it is over: nothing is computed behind the last but one
         self.kv = submit.kv  # becomes "local" with `compute_here`
         self.handoff = submit.handoff
+        self.num_handed_over = 0  # tokens that another engine has computed
         self.ticket = submit.ticket
         self.ticket_number = 0
         self.grammar: int | None = None  # the number by which its grammar is known
@@ -149,6 +151,8 @@ class Request:
 
     def compute_here(self) -> None:
         """The peer's part is over, one way or the other."""
+        if self.kv == "await_peer" and self.handoff is not None:
+            self.num_handed_over = self.handoff.num_tokens
         self.handoff = None
         if self.kv == "await_peer":
             self.kv = "local"
@@ -239,6 +243,7 @@ class Request:
             num_local_hit=self.num_local_hit,
             prompt_token_ids=() if submit.cache_salt or submit.adapter else self.prompt_token_ids,
             kv_terms=submit.kv_terms,
+            num_handed_over=self.num_handed_over,
         )
 
     def sources(self) -> SourceCounts:

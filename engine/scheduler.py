@@ -231,15 +231,24 @@ class Scheduler:
     def _schedule_running(self, budget: int, batch: list[tuple[Request, int]]) -> int:
         """Share the budget out to running requests, the most urgent first; preempts from the end.
 
-        Behind one that waits for blocks only those go on that need none.
+        Behind one that waits for blocks only those go on that need none. A prompt leaves a token for each request
+        behind it that decodes: a stream is not to stand still until a more urgent prompt is computed.
 
         Returns:
             What is left for waiting requests.
         """
         index, starved = 0, False
+        decodes: int | None = None  # requests from `index` on that decode, counted where there is a prompt before them
         while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            num_tokens = self._num_schedulable(request, budget)
+            request, most = self.running[index], budget
+            if _decodes(request):
+                decodes = decodes and decodes - 1
+            elif decodes is None:
+                decodes = min(sum(map(_decodes, self.running[index:])), self.limits.max_num_seqs)
+                most = max(budget - decodes, 1)  # it advances even where they need the whole budget
+            else:
+                most = max(budget - decodes, 0)
+            num_tokens = self._num_schedulable(request, most)
             stop = request.num_computed + num_tokens
             must_wait = starved and self.kv.num_missing(request, stop) > 0
             if num_tokens == 0 or must_wait or not (request.in_worker or self.queues.has_place):
@@ -297,7 +306,7 @@ class Scheduler:
         if request.is_ending or request.awaits_mask or (self.trials.active and self.trials.holds(request)):
             return 0
         num_tokens = request.num_planned - request.num_computed
-        if num_tokens <= 1:  # it decodes
+        if _decodes(request):
             return num_tokens
         threshold = self.limits.long_prefill_token_threshold
         return min(num_tokens, threshold or num_tokens, budget)
@@ -429,3 +438,8 @@ class Scheduler:
         self._in_flight[step_id] = shares
         self.kv.begin_step(step_id)
         return new, scheduled
+
+
+def _decodes(request: Request) -> bool:
+    """Whether it takes at most one token of a step's budget; else it has a prompt, or output, to compute."""
+    return request.num_planned - request.num_computed <= 1

@@ -20,7 +20,7 @@ MAX_CHOICE_TEXTS = 4096
 """Texts that one `choice` may hold."""
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The shape of an answer as a client asks for it; one of the fields is given. Names and meaning are vLLM's."""
 
     json: dict[str, Any] | str | bool | None = None  # a JSON schema

@@ -1,4 +1,4 @@
-"""Values on their way from the fastest tier into slower ones that do not take all that is written."""
+"""Values on their way from the fastest tier into slower ones."""
 
 import logging
 import threading
@@ -22,6 +22,8 @@ BATCH_BYTES = 4 << 20
 
 MAX_QUEUED = 4096
 """Values that wait to be copied; beyond it one is left for its next use."""
+
+_POLICIES: Sequence[WritePolicy] = ("all", "second-use", "evicted")
 
 COLD_SHARE = 8
 """One part in so many of host memory, the one that goes first, is copied before it goes."""
@@ -49,12 +51,14 @@ class Backfill:
         self._source = source
         self._put = put
         self._delete = delete
-        self._tiers = {policy: [t for t in tiers if t.write == policy] for policy in ("second-use", "evicted")}
+        self._tiers = {policy: [t for t in tiers if t.write == policy] for policy in _POLICIES}
         self._written = RecentKeys(WRITTEN_FOR_S)  # of those that were used again
         self._log_limit = LogLimit(60.0)
         self._changed = threading.Condition()  # its lock guards what follows
-        self._used: OrderedDict[bytes, int] = OrderedDict()  # sizes of values that were used again
-        self._terms: dict[bytes, Terms] = {}  # of those of them that have some
+        self._offered: dict[WritePolicy, OrderedDict[bytes, int]] = {  # sizes of values written, or used again
+            policy: OrderedDict() for policy in _POLICIES
+        }
+        self._terms: dict[tuple[WritePolicy, bytes], Terms] = {}  # of those of them that have some
         self._looks = False  # the source has less room than before
         self._cold_written: dict[bytes, float] = {}  # when; of those that go first now
         self._is_busy = False
@@ -65,16 +69,22 @@ class Backfill:
 
     def used(self, items: Iterable[Sized], terms: Mapping[bytes, Terms] = MappingProxyType({})) -> None:
         """The source has these values, and they were read. `terms`: of those that have some."""
-        if not self._tiers["second-use"]:
-            return
-        new = [(key, size) for key, size in items if key not in self._written]
+        if self._tiers["second-use"]:
+            self.offer(((key, size) for key, size in items if key not in self._written), terms, "second-use")
+
+    def offer(self, items: Iterable[Sized], terms: Mapping[bytes, Terms], policy: WritePolicy) -> None:
+        """The source has these values, and tiers of the policy shall have them. What is too much is not copied."""
+        new, queue = list(items), self._offered[policy]
         with self._changed:
-            for key, size in new[: max(MAX_QUEUED - len(self._used), 0)]:
-                self._used[key] = size
+            num_taken = max(MAX_QUEUED - len(queue), 0)
+            for key, size in new[:num_taken]:
+                queue[key] = size
                 if key in terms:
-                    self._terms[key] = terms[key]
-            if self._used:
+                    self._terms[policy, key] = terms[key]
+            if queue:
                 self._wake()
+        for tier in self._tiers[policy] if len(new) > num_taken else ():
+            tier.failures["skipped"] += len(new) - num_taken
 
     def room_taken(self) -> None:
         """Something was put into the source."""
@@ -87,15 +97,17 @@ class Backfill:
         """These values, or all, are deleted: they are not to come again by a copy under way. Called before they are."""
         with self._changed:
             if keys is None:
-                self._used.clear()
+                for queue in self._offered.values():
+                    queue.clear()
                 self._terms.clear()
                 self._cold_written.clear()
                 self._written.clear()
                 self._deleted = None
                 return
             for key in keys:
-                self._used.pop(key, None)
-                self._terms.pop(key, None)
+                for policy, queue in self._offered.items():
+                    queue.pop(key, None)
+                    self._terms.pop((policy, key), None)
                 self._cold_written.pop(key, None)
                 self._written.discard(key)
             if self._is_busy and self._deleted is not None:
@@ -147,17 +159,20 @@ class Backfill:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                while not self._stopping and (self._is_held or not (self._used or self._looks)):
+                while not self._stopping and (self._is_held or not (any(self._offered.values()) or self._looks)):
                     self._changed.wait()
                 if self._stopping:
                     return
                 self._is_busy, self._deleted = True, set()
-                used = _take_batch(self._used)
-                terms = {key: self._terms.pop(key) for key, _ in used if key in self._terms}
+                policy: WritePolicy = "all" if self._offered["all"] else "second-use"
+                batch = _take_batch(self._offered[policy])
+                terms = {key: end for key, _ in batch if (end := self._terms.pop((policy, key), None)) is not None}
                 looks, self._looks = self._looks, False
             try:
-                for key in self._copy(used, "second-use", terms):
-                    self._written.add(key)
+                copied = self._copy(batch, policy, terms) if batch else []
+                if policy == "second-use":
+                    for key in copied:
+                        self._written.add(key)
                 if looks:
                     self._copy_coldest()
             except Exception:  # the thread goes on with what comes next

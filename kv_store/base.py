@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self, TypeVar
 
 from pdkv.errors import StoreUnable
 from pdkv.kv_store.read_meter import ReadTime
 from pdkv.kv_store.terms import Terms
+
+T = TypeVar("T")
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
@@ -26,6 +28,9 @@ Sized = tuple[bytes, int]
 
 TermsOf = Callable[[int], Terms]
 """Index of a key -> the terms of its value, once that is in its buffer."""
+
+PROBE_KEY = bytes(32)
+"""Nobody's value: a store that says whether it has it can be reached."""
 
 PART_BYTES = 256 << 10
 """What has just been written is still in a core's cache: who wants to look at it hears of it in parts of this size."""
@@ -197,6 +202,25 @@ class KVStore(ABC):
         Raises StoreTimeout, on entry, for one that does not end in time.
         """
         return nullcontext()
+
+    def keep(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        """`put_on_terms` of what only has to be found again: slower parts may have it later, or never."""
+        self.put_on_terms(items, terms)
+
+    def ask_part(self, part: "KVStore", call: Callable[[], T], *, writes: bool = False) -> T:
+        """Run a call of one of its `parts`. Raises StoreUnavailable at once for one that is left alone now."""
+        return call()
+
+    def hang_up(self) -> None:
+        """End the calls under way, which raise StoreUnavailable: what they wait for does not come. Does not block. The
+        store can be used again. One that cannot end them lets them go on to their deadline.
+        """
+        return
+
+    @property
+    def problem(self) -> str:
+        """Why a part of it is left alone now; empty: nothing is known to be wrong."""
+        return ""
 
     def put_into(self, part: "KVStore", items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         """`put_on_terms` into one of its `parts`, whatever that takes by its write policy."""

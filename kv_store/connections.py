@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from pdkv.errors import StoreTimeout, StoreUnavailable
+from pdkv.errors import StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import PART_BYTES, Buffer
 
 T = TypeVar("T")
@@ -171,18 +171,20 @@ class ConnectionPool(Generic[C]):
     def run(self, operation: Callable[[C], T], deadline: Deadline) -> T:
         """Run an idempotent operation on a channel.
 
-        A connection that was lost while it lay idle, as by a restart of the server, is replaced once, unseen.
+        A connection that lay idle and is lost since, or ends at a server that is not the master any more, is replaced
+        once, unseen. What ended it has ended the other idle ones, too: they are closed.
 
         Raises:
             StoreTimeout: it is not done by the deadline.
             StoreUnavailable: no connection, a lost one, or the pool is closed.
+            StoreReadOnly: a new connection is of no use for the operation, either.
         """
         channel = self._take_idle()
         if channel is not None:
             try:
                 return self._run_on(channel, operation, deadline)
-            except StoreUnavailable:
-                self._drop_idle()  # what ended this one ended the others too
+            except (StoreUnavailable, StoreReadOnly):
+                pass
         with self._lock:
             self._check_open()
         return self._run_on(self._connect(deadline), operation, deadline)
@@ -191,10 +193,15 @@ class ConnectionPool(Generic[C]):
         """Close all channels; calls under way raise StoreUnavailable. Idempotent."""
         with self._lock:
             self._closed = True
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close all channels; calls under way raise StoreUnavailable, later ones connect anew."""
+        with self._lock:
             busy = list(self._busy)
+        self._drop_idle()  # first: a call whose channel has ended does not try one of them
         for channel in busy:
             channel.interrupt()
-        self._drop_idle()
 
     def _take_idle(self) -> C | None:
         with self._lock:
@@ -225,6 +232,7 @@ class ConnectionPool(Generic[C]):
                     self._idle.append(channel)
             if not usable:
                 channel.close()
+                self._drop_idle()
 
     def _drop_idle(self) -> None:
         with self._lock:

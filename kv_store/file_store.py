@@ -57,6 +57,7 @@ class FileStore(ScatteringStore):
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()  # with a capacity: files, least recently used first
         self._num_bytes = 0
+        self._changed: OrderedDict[str, int | None] | None = None  # while the directory is counted again
         self._written_since_scan = 0
         self._num_calls = 0  # under way
         self._closed = False
@@ -171,15 +172,14 @@ class FileStore(ScatteringStore):
         if self._capacity is not None:
             with self._lock:
                 self._written_since_scan += size
-                self._num_bytes += size - self._sizes.pop(name, 0)
-                self._sizes[name] = size
+                self._count(name, size)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """A batch was used: its first file goes last."""
         with self._lock:
             for name in map(file_name, reversed(keys)):
                 if name in self._sizes:
-                    self._sizes.move_to_end(name)
+                    self._count(name, self._sizes[name])
 
     def _open_temporary(self) -> tuple[int, str]:
         """A new file that is locked as long as it is open: its descriptor and name."""
@@ -213,17 +213,42 @@ class FileStore(ScatteringStore):
                         os.close(fd)
 
     def _scan(self) -> None:
-        """Count the directory again: other processes write and remove too."""
+        """Count the directory again: other processes write and remove too. Other calls go on meanwhile."""
+        with self._lock:
+            if self._changed is not None:
+                return  # another thread does it
+            self._changed = OrderedDict()
+            self._written_since_scan = 0
+        sizes: OrderedDict[str, int] | None = None
+        try:
+            sizes = self._list()
+        finally:
+            with self._lock:
+                changed, self._changed = self._changed, None
+                if sizes is not None:
+                    self._sizes, self._num_bytes = sizes, sum(sizes.values())
+                    for name, size in changed.items():
+                        self._count(name, size)
+
+    def _list(self) -> OrderedDict[str, int]:
+        """The sizes of all files, least recently used first."""
         files: list[tuple[int, str, int]] = []
-        with self._lock, self._directory.entries() as entries:
+        with self._directory.entries() as entries:
             for entry in entries:
                 if entry.name.endswith(_SUFFIX):
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         files.append((status.st_mtime_ns, entry.name, status.st_size))
-            self._sizes = OrderedDict((name, size) for _, name, size in sorted(files))
-            self._num_bytes = sum(self._sizes.values())
-            self._written_since_scan = 0
+        return OrderedDict((name, size) for _, name, size in sorted(files))
+
+    def _count(self, name: str, size: int | None) -> None:
+        """A file was written or used, or (None) is gone. Under the lock."""
+        self._num_bytes += (size or 0) - self._sizes.pop(name, 0)
+        if size is not None:
+            self._sizes[name] = size
+        if self._changed is not None:
+            self._changed.pop(name, None)
+            self._changed[name] = size
 
     def _make_room(self, size: int) -> None:
         """Remove least recently used files until `size` more bytes and a header fit."""
@@ -246,7 +271,7 @@ class FileStore(ScatteringStore):
     def _remove(self, name: str) -> None:
         self._directory.remove(name)
         with self._lock:
-            self._num_bytes -= self._sizes.pop(name, 0)
+            self._count(name, None)
 
 
 def file_name(key: bytes) -> str:

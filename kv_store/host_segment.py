@@ -112,6 +112,11 @@ class Segment:
         """The bucket that a key's entry is in."""
         return key[0] & (len(self.buckets) - 1)
 
+    def may_have(self, lows: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Of keys' lower halves: False where `find` would find nothing, since their buckets are empty, as most are."""
+        may_have: npt.NDArray[np.bool_] = self.buckets[lows & np.uint64(len(self.buckets) - 1)] != 0
+        return may_have
+
     def find(self, key: Key) -> Found | None:
         """Where a key's value lies."""
         number = int(self.buckets[self.bucket_of(key)])

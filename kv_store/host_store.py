@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
 from pdkv.errors import ConfigError, StoreUnable, StoreUnavailable
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
 from pdkv.kv_store.base import Arrived, Buffer, Held, Scattered, ScatteringStore, Sized, TierCounts, tier_name
-from pdkv.kv_store.host_segment import MIN_BYTES, Found, Key, Segment, format_segment, key_of
+from pdkv.kv_store.host_segment import MIN_BYTES, PAGE_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.terms import NO_TERMS, Terms
@@ -91,10 +92,9 @@ class HostStore(ScatteringStore):
             ConfigError: the directory is not only this user's, or there is no memory for a segment's index.
         """
         options = options or StoreOptions()
-        capacity = options.capacity or DEFAULT_CAPACITY
         self._wanted = "" if options.segment is None else f"{options.segment}."
-        if capacity < MIN_BYTES:
-            raise ConfigError(f"host://{directory}: capacity is at least {MIN_BYTES} bytes, got {capacity}")
+        if options.capacity is not None and options.capacity < MIN_BYTES:
+            raise ConfigError(f"host://{directory}: capacity is at least {MIN_BYTES} bytes, got {options.capacity}")
         self._directory = PrivateDirectory(directory, "host memory")
         self._where = f"host memory {self._directory.path}"
         self.scope = _scope_of(self._directory.fd, is_launch=any(n.endswith(_ADDRESS) for n in self._names()))
@@ -111,7 +111,7 @@ class HostStore(ScatteringStore):
         self._shunned: OrderedDict[tuple[str, int, int], None] = OrderedDict()  # deleted, but not ours to delete
         self._asked_at = time.monotonic()  # for a segment to write
         try:
-            self._own_name, self.own = self._take_segment(capacity)
+            self._own_name, self.own = self._take_segment(options.capacity)
         except BaseException as error:
             self._directory.close()
             if isinstance(error, OSError):
@@ -120,7 +120,14 @@ class HostStore(ScatteringStore):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._call():
-            return [self._find(key_of(key)) is not None for key in keys]
+            numbers = list(map(key_of, keys))
+            lows = np.array([low for low, _ in numbers], np.uint64)
+            elsewhere = np.zeros(len(keys), bool)
+            for segment in self._others.values():
+                elsewhere |= segment.may_have(lows)
+            in_own = self.own or ()
+            there = zip(numbers, elsewhere.tolist(), strict=True)
+            return [(maybe or number in in_own) and self._find(number) is not None for number, maybe in there]
 
     def peek(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
         with self._call():
@@ -246,16 +253,22 @@ class HostStore(ScatteringStore):
 
     # --- segments ---------------------------------------------------------------------------------------------------
 
-    def _take_segment(self, capacity: int) -> tuple[str, SegmentWriter | None]:
+    def _take_segment(self, asked: int | None) -> tuple[str, SegmentWriter | None]:
         """The first one that nobody writes; where a directory has no launch's, a new one."""
         names = self._names()
         name, writer = self._take_free(names)
         if writer is not None:
+            found = writer.segment.num_pages * PAGE_BYTES
+            if asked is not None and found != asked // PAGE_BYTES * PAGE_BYTES:
+                logger.warning(
+                    "%s: capacity=%d is not taken: segment %s, which is there, has %d bytes; remove it for another",
+                    self._where, asked, name, found,
+                )  # fmt: skip
             return name, writer
         if any(name.endswith(_ADDRESS) for name in names):
             logger.warning("%s: all segments are other processes': this one reads them, and writes none", self._where)
             return "", None
-        return self._make_segment(len(names), capacity)
+        return self._make_segment(len(names), asked or DEFAULT_CAPACITY)
 
     def _take_free(self, names: Sequence[str]) -> tuple[str, SegmentWriter | None]:
         """The first of these segments that this process may write and nobody writes."""

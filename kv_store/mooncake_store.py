@@ -17,7 +17,7 @@ from pdkv.kv_store.base import PART_BYTES, Arrived, Buffer, TellingStore
 from pdkv.kv_store.connections import ConnectionPool, Deadline
 from pdkv.kv_store.mooncake_host import ClientConnection, MooncakeHost
 from pdkv.kv_store.mooncake_process import Verb
-from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.options import BYTES_IN_FLIGHT, StoreOptions
 from pdkv.kv_store.pipeline import ByteBudget
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class MooncakeStore(TellingStore):
             raise ConfigError("the mooncake store needs the package mooncake: pip install 'pdkv[mooncake]'")
         self.options = options or StoreOptions()
         self.what = f"Mooncake at {host}:{port}"
-        self._budget = ByteBudget(self.options.max_bytes_in_flight)
+        self._budget = ByteBudget(self.options.max_bytes_in_flight or BYTES_IN_FLIGHT)
         timeout_s = self.options.operation_timeout_s
         self._host = MooncakeHost((host, port), self.options.metadata_server, timeout_s, self.what)
         self._pool = ConnectionPool(self._connect, self.what)
@@ -108,7 +108,7 @@ class MooncakeStore(TellingStore):
             return
 
         def operation(connection: ClientConnection) -> None:
-            parts = list(_parts(sizes, self.options.max_bytes_in_flight))
+            parts = list(_parts(sizes, self._budget.limit))
             connection.reserve(max(_end(sizes[part.start : part.stop]) for part in parts))
             for part in parts:
                 starts = [0, *accumulate(_aligned(sizes[index]) for index in part[:-1])]

@@ -7,14 +7,16 @@ whole or not at all. What goes when there is too much is for the bucket's lifecy
 import asyncio
 import atexit
 import hashlib
+import logging
 import re
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
+from contextlib import asynccontextmanager
 from contextvars import Context
 from functools import partial
 from itertools import compress
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import obstore
 from obstore import exceptions
@@ -27,11 +29,15 @@ from pdkv.kv_store.options import StoreOptions
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+logger = logging.getLogger(__name__)
+
+_BYTES_IN_FLIGHT = 256 << 20  # by default: each request has a connection of its own, for which no server buffers more
 _MESSAGE_LENGTH = 300
 _NUM_PROBES = 7
 _EXIT_BOUND_S = 5.0
 _BEHIND_S = 1.0
 """So much later than a call's own deadline, which is told as such, is that of each of its requests in the client."""
+_NOT_IMPLEMENTED = re.compile(r"501 Not Implemented|NotImplemented")
 _CAUSE = re.compile(r'Os \{[^}]*message: "([^"]+)"', re.DOTALL)
 
 
@@ -51,8 +57,9 @@ class ObjectStore(TellingStore):
         self._options = options or StoreOptions()
         self._what = url
         self.bucket = _open_bucket(url, self._options)
-        self._budget = _Budget(self._options.max_bytes_in_flight)
+        self._budget = _Budget(self._options.max_bytes_in_flight or _BYTES_IN_FLIGHT)
         self._loop = _LoopThread()
+        self._put_mode: Literal["create", "overwrite"] = "create"
 
     @property
     def asks_key_by_key(self) -> bool:
@@ -129,11 +136,23 @@ class ObjectStore(TellingStore):
         async with self._budget.of(value.nbytes):
             try:
                 # A copy: obstore may still send what a call that is over has given it.
-                await obstore.put_async(self.bucket, _name(key), bytes(value), mode="create", use_multipart=False)
+                await self._send(_name(key), bytes(value), self._put_mode)
             except exceptions.AlreadyExistsError:
                 return
             except FileNotFoundError as error:
                 raise StoreUnavailable(f"{self._what}: {_in_short(error)}") from None
+
+    async def _send(self, name: str, data: bytes, mode: Literal["create", "overwrite"]) -> None:
+        """Without the condition that the object is new where the server has none: a name says what is in the object."""
+        try:
+            await obstore.put_async(self.bucket, name, data, mode=mode, use_multipart=False)
+        except exceptions.BaseError as error:
+            if mode == "overwrite" or not _NOT_IMPLEMENTED.search(str(error)):
+                raise
+            if self._put_mode == "create":
+                logger.warning("%s: %s: from now on values are put without a condition", self._what, _in_short(error))
+            self._put_mode = "overwrite"
+            await self._send(name, data, "overwrite")
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -276,31 +295,19 @@ class _Budget:
         self._num_bytes = self._num_free = num_bytes
         self._changed = asyncio.Condition()
 
-    def of(self, num_bytes: int) -> "_Share":
-        """A share to be held while a value is under way."""
-        return _Share(self, min(num_bytes, self._num_bytes))
-
-    async def take(self, num_bytes: int) -> None:
+    @asynccontextmanager
+    async def of(self, num_bytes: int) -> AsyncIterator[None]:
+        """Held while a value is under way."""
+        num_bytes = min(num_bytes, self._num_bytes)
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_free >= num_bytes)
             self._num_free -= num_bytes
-
-    async def give(self, num_bytes: int) -> None:
-        async with self._changed:
-            self._num_free += num_bytes
-            self._changed.notify_all()
-
-
-class _Share:
-    def __init__(self, budget: _Budget, num_bytes: int) -> None:
-        self._budget = budget
-        self._num_bytes = num_bytes
-
-    async def __aenter__(self) -> None:
-        await self._budget.take(self._num_bytes)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._budget.give(self._num_bytes)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._num_free += num_bytes
+                self._changed.notify_all()
 
 
 def _open_bucket(url: str, options: StoreOptions) -> Any:

@@ -5,6 +5,7 @@ from typing import Literal
 from pdkv.kv_store.tier import WritePolicy
 from pdkv.options import Options, option, seconds
 
+BYTES_IN_FLIGHT = 8 << 20
 TTL_MAX_S = 1e9
 """A value's longest life, some 30 years."""
 
@@ -21,8 +22,12 @@ class StoreOptions(Options):
     connect_timeout_s: float = seconds(2.0, "servers: deadline to connect")
     operation_timeout_s: float = seconds(10.0, "file://, servers: deadline of one call, whatever the size of its batch")
     ttl_s: float | None = seconds(None, "redis://: a value's life, from its put; absent: no end", le=TTL_MAX_S)
-    max_bytes_in_flight: int = option(
-        8 << 20, "servers: bytes requested and not yet read, over all calls: what a server must buffer", size=True
+    max_bytes_in_flight: int | None = option(
+        None,
+        "servers: bytes requested and not yet read, over all calls: what a server must buffer (absent: 8 MiB, 256 MiB "
+        "in buckets)",
+        ge=1,
+        size=True,
     )
     pipeline: int = option(64, "servers: most commands of one call ahead of their replies", ge=1)
     endpoint: str | None = option(None, "s3://, az://: the server's URL; absent: the provider's own", metavar="URL")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pdkv.errors import ConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from pdkv.errors import ConfigError, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer, Item
 from pdkv.kv_store.connections import Channel, Deadline
 from pdkv.kv_store.options import TTL_MAX_S, StoreOptions
@@ -24,6 +24,10 @@ KEY_PREFIX = b"pdkv:"
 MAX_VALUE_BYTES = 512 << 20  # of a Redis string, unless proto-max-bulk-len says otherwise
 
 _CRLF = b"\r\n"
+_NOT_NOW = frozenset({"LOADING", "MASTERDOWN", "BUSY", "CLUSTERDOWN", "NOAUTH", "NOPERM"})
+_NO_WRITES = frozenset({"READONLY", "MISCONF", "NOPERM"})
+_MAY_BE_ELSEWHERE = frozenset({"READONLY", "MASTERDOWN", "LOADING", "NOAUTH"})
+"""After a failover a new connection leads to the new master, while old ones still end at the old one."""
 
 
 def _encode(*parts: bytes) -> bytes:
@@ -35,15 +39,20 @@ def _name(key: bytes) -> bytes:
     return KEY_PREFIX + key
 
 
-def _as_error(text: str, what: str) -> StoreError:
+def _code(text: str) -> str:
+    return text.partition(" ")[0]
+
+
+def _as_error(text: str, what: str, *, is_write: bool) -> StoreError:
     """The type of an error reply."""
-    code = text.partition(" ")[0]
-    message = f"{what}: {text}"
+    code, message = _code(text), f"{what}: {text}"
     if code == "OOM":
         return StoreFull(message)
-    if code in ("LOADING", "MASTERDOWN", "READONLY", "MISCONF", "BUSY", "CLUSTERDOWN", "NOAUTH", "NOPERM"):
-        return StoreUnavailable(message)
-    return StoreError(message)
+    if is_write and code in _NO_WRITES:
+        return StoreReadOnly(message)
+    if code in ("MOVED", "ASK"):
+        return StoreUnavailable(f"{message}: a node of a Redis Cluster, where a single server or a proxy was expected")
+    return (StoreUnavailable if code in _NOT_NOW else StoreError)(message)
 
 
 class _Reply(NamedTuple):
@@ -148,10 +157,12 @@ class RedisStore(ServerStore):
             if len(value) > MAX_VALUE_BYTES:
                 raise StoreFull(f"{self.what}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are possible")
         lives_s = [self._life_s(terms.get(key, NO_TERMS), now) for key, _ in missing]
-        self._run_commands([self._set(*item, life_s) for item, life_s in zip(missing, lives_s, strict=True)], deadline)
+        commands = [self._set(*item, life_s) for item, life_s in zip(missing, lives_s, strict=True)]
+        self._run_commands(commands, deadline, is_write=True)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        self._run_commands([Command([_encode(b"UNLINK", _name(key))]) for key in keys], self._deadline())
+        commands = [Command([_encode(b"UNLINK", _name(key))]) for key in keys]
+        self._run_commands(commands, self._deadline(), is_write=True)
 
     def connect(self, timeout_s: float) -> Channel:
         import redis
@@ -203,18 +214,26 @@ class RedisStore(ServerStore):
         commands: Sequence[Command],
         deadline: Deadline,
         receive: Callable[[_Reply, int], None] = lambda reply, index: None,
+        *,
+        is_write: bool = False,
     ) -> None:
-        """Run a batch to its end, then raise the first error that a reply told: the connection stays in step."""
-        errors: dict[int, StoreError] = {}
+        """Run a batch to its end, then raise the first error that a reply told: the connection stays in step. It is
+        given up where another one may lead to a server that takes the commands.
+        """
+        refused: dict[int, str] = {}
 
         def receive_one(channel: Channel, index: int) -> None:
             reply = _read_reply(channel, self.what)
-            errors.pop(index, None)  # of a connection that was lost
+            refused.pop(index, None)  # by the server of a connection that was given up
             if reply.kind == b"-":
-                errors[index] = _as_error(reply.text.decode(errors="replace"), self.what)
+                refused[index] = reply.text.decode(errors="replace")
             else:
                 receive(reply, index)
+            if index == len(commands) - 1:
+                for text in refused.values():
+                    if _code(text) in _MAY_BE_ELSEWHERE:
+                        raise _as_error(text, self.what, is_write=is_write)
 
         self._run(commands, receive_one, deadline)
-        if errors:
-            raise errors[min(errors)]
+        if refused:
+            raise _as_error(refused[min(refused)], self.what, is_write=is_write)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from pdkv.kv_store.base import TellingStore
 from pdkv.kv_store.connections import Channel, ConnectionPool, Deadline
-from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.options import BYTES_IN_FLIGHT, StoreOptions
 from pdkv.kv_store.pipeline import ByteBudget, Command, run_pipeline
 
 Receive = Callable[[Channel, int], None]
@@ -19,11 +19,14 @@ class ServerStore(TellingStore):
         """`what` names the server in messages. Connects on first use."""
         self.what = what
         self.options = options or StoreOptions()
-        self._budget = ByteBudget(self.options.max_bytes_in_flight)
+        self._budget = ByteBudget(self.options.max_bytes_in_flight or BYTES_IN_FLIGHT)
         self._pool = ConnectionPool(self._open, what)
 
     def close(self) -> None:
         self._pool.close()
+
+    def hang_up(self) -> None:
+        self._pool.hang_up()
 
     @abstractmethod
     def connect(self, timeout_s: float) -> Channel:

@@ -1,9 +1,12 @@
-"""One store of several: what it takes, and what happened there."""
+"""One store of several: what it takes, what happened there, and when it is left alone."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from typing import Literal
 
+from pdkv.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Item, KVStore
 from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.kv_store.recent_keys import RecentKeys
@@ -11,11 +14,33 @@ from pdkv.kv_store.recent_keys import RecentKeys
 WritePolicy = Literal["all", "second-use", "evicted"]
 """What a tier takes: all that is written; what is used again; what is about to make room in host memory."""
 
+CallKind = Literal["read", "write"]
+
+MAX_REST_S = 60.0
+
+
+class Rest:
+    """How long calls are spared after a failure: twice as long each time, until one succeeds."""
+
+    def __init__(self, first_s: float) -> None:
+        self.until = 0.0
+        self._first_s = self._next_s = first_s
+
+    def begin(self, now: float) -> None:
+        """A call has failed. Those that began beside it count as one."""
+        if self.until <= now:
+            self.until = now + self._next_s
+            self._next_s = min(2 * self._next_s, max(MAX_REST_S, self._first_s))
+
+    def succeeded(self) -> None:
+        """A call went well."""
+        self._next_s = self._first_s
+
 
 class Tier:
-    """One store of several, and what happened there."""
+    """One store of several, and what happened there. The lock of the store that consists of them guards its state."""
 
-    def __init__(self, store: KVStore, write: WritePolicy = "all") -> None:
+    def __init__(self, store: KVStore, write: WritePolicy = "all", first_rest_s: float = 1.0) -> None:
         self.store = store
         self.write = write
         self.put_once = RecentKeys() if write == "second-use" else None  # keys that it was not given yet
@@ -24,7 +49,34 @@ class Tier:
         self.num_backfilled = 0  # values that came to it behind everybody's back
         self.num_promoted = 0  # values that a slower tier had and this one now has
         self.failures: Counter[str] = Counter()  # by error code; "skipped": calls while it was left alone
-        self.rests_until = 0.0
+        self.is_near = store.medium != "store"  # no server that could hang or be full for all
+        self.away: StoreError | None = None  # why it does not answer: not even reads are tried before a probe succeeds
+        self.calls: dict[int, float] = {}  # under way: when each began, the oldest first
+        self.vouched_at = 0.0  # it was there
+        self.reads, self.writes = Rest(first_rest_s), Rest(first_rest_s)
+
+    def rests(self, kind: CallKind, now: float | None = None) -> bool:
+        """Whether such calls are spared now."""
+        now = time.monotonic() if now is None else now
+        return self.away is not None or self.reads.until > now or (kind == "write" and self.writes.until > now)
+
+    def failed(self, kind: CallKind, error: StoreError, now: float) -> None:
+        """Only who cannot be reached is spared reads for a failed write; who is full, or slow to write, is still read.
+
+        Of a store with room for each owner StoreFull says nothing about others' values.
+        """
+        if isinstance(error, StoreUnavailable) or (kind == "read" and isinstance(error, (StoreTimeout, StoreReadOnly))):
+            self.reads.begin(now)
+            if not self.is_near:
+                self.away = error
+        elif isinstance(error, (StoreTimeout, StoreReadOnly)) or (isinstance(error, StoreFull) and not self.is_near):
+            self.writes.begin(now)
+
+    def probe_at(self, late_s: float) -> float:
+        """When to ask whether it is there: after a rest, or where a call takes long."""
+        if self.away is not None:
+            return self.reads.until
+        return max(next(iter(self.calls.values())), self.vouched_at) + late_s if self.calls else inf
 
     def taken(self, items: Sequence[Item]) -> Sequence[Item]:
         """What it takes of what is put. Of what it waits for a second use of, it takes what it was offered before."""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
+from math import inf
 from operator import itemgetter
 from typing import TypeVar
 
-from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
+from pdkv.errors import StoreError, StoreUnavailable
 from pdkv.kv_store.backfill import Backfill
 from pdkv.kv_store.base import (
     Arrived,
@@ -24,9 +25,13 @@ from pdkv.kv_store.base import (
     tier_name,
 )
 from pdkv.kv_store.terms import NO_TERMS, Terms
-from pdkv.kv_store.tier import Tier, WritePolicy
+from pdkv.kv_store.tier import CallKind, Tier, WritePolicy
+from pdkv.kv_store.tier_watch import TierWatch
 
 T = TypeVar("T")
+
+LATE_S = 1.0
+"""A call that takes longer makes the watch ask whether the tier is there, whatever `retry_after_s` says."""
 
 
 class TieredStore(TellingStore):
@@ -41,23 +46,31 @@ class TieredStore(TellingStore):
     failing tier would have had is then a miss. `delete` fails if any tier did: the value may still be there. Failures
     that no error tells are counted in `tiers`.
 
-    A tier that was unavailable or too slow is left alone for `retry_after_s`, so that its timeout is not paid by each
-    call. If all are, all are asked.
+    A server that does not answer is found out by TierWatch and left alone, so that no call waits for it; of one that
+    fails to be written, only writes are spared for a while, `retry_after_s` at first. Where all rest, calls fail.
     """
 
     def __init__(
-        self, stores: Sequence[KVStore], retry_after_s: float = 1.0, *, write: Sequence[WritePolicy] = ()
+        self,
+        stores: Sequence[KVStore],
+        retry_after_s: float = 1.0,
+        *,
+        write: Sequence[WritePolicy] = (),
+        watches: bool = True,
     ) -> None:
-        """Takes the stores over: `close` closes them. `write`: of each tier; empty: all take all."""
+        """Takes the stores over: `close` closes them. `write`: of each tier; empty: all take all. `watches`: False:
+        calls are waited for as long as they take, and rests end by their time alone.
+        """
         policies = write or ["all"] * len(stores)
         assert policies[0] == "all", policies
-        self.tiers = [Tier(store, policy) for store, policy in zip(stores, policies, strict=True)]
-        self._retry_after_s = retry_after_s
-        self._lock = threading.Lock()  # of the tiers' counters
-        self._shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
-        reaching_all = [tier for tier in self._shared if tier.write == "all" and not tier.store.scope]
-        self.scope = "" if reaching_all else self._shared[0].store.scope
-        lazy = [tier for tier in self.tiers if tier.write != "all"]
+        self.tiers = [Tier(store, policy, retry_after_s) for store, policy in zip(stores, policies, strict=True)]
+        self._lock = threading.Lock()  # of the tiers' state
+        self._watch = TierWatch(self.tiers, self._lock, max(retry_after_s, LATE_S) if watches else inf)
+        shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
+        reaching_all = [tier for tier in shared if tier.write == "all" and not tier.store.scope]
+        self._shared = reaching_all or shared
+        self.scope = self._shared[0].store.scope
+        lazy = [] if not self.tiers[0].is_near else self.tiers[1:]
         self._backfill = Backfill(stores[0], lazy, self._fill, self._take_back) if lazy else None
 
     @property
@@ -119,7 +132,7 @@ class TieredStore(TellingStore):
         self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
     ) -> list[bool]:
         tier = self.tiers[0]
-        if tier.rests_until > time.monotonic():
+        if tier.rests("read"):
             return [False] * len(keys)
         with tier.meter.reading():
             found = self._try(tier, partial(tier.store.read_scattered, keys, out, arrived, terms_of), [])
@@ -138,17 +151,54 @@ class TieredStore(TellingStore):
     def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         errors: list[StoreError] = []
         is_put = False
-        for tier in self._awake():
+        for tier in self._awake("write"):
             taken = tier.taken(items)
             if not taken:
                 continue
             num_errors = len(errors)
-            self._try(tier, partial(_put, tier.store, taken, terms), errors)
+            self._try(tier, partial(_put, tier.store, taken, terms), errors, "write")
             is_put = is_put or (len(errors) == num_errors and tier in self._shared and len(taken) == len(items))
+        self._room_taken()
+        if items and not is_put:
+            raise errors[0] if errors else self._left_alone(self._shared)
+
+    def keep(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        """Into the first tier; the others get it from there, by the thread that copies."""
+        errors: list[StoreError] = []
+        if self._backfill is not None and not self.tiers[0].rests("write"):
+            self._try(self.tiers[0], partial(_put, self.tiers[0].store, items, terms), errors, "write")
+        if errors or self._backfill is None or self.tiers[0].rests("write"):
+            self.put_on_terms(items, terms)
+            return
+        for policy in ("all", "second-use"):
+            takers = [taken for tier in self.tiers[1:] if tier.write == policy and (taken := tier.taken(items))]
+            if takers:
+                self._backfill.offer(((key, value.nbytes) for key, value in takers[0]), terms, policy)
+        self._room_taken()
+
+    def _room_taken(self) -> None:
         if self._backfill is not None:
             self._backfill.room_taken()
-        if items and not is_put:
-            raise errors[0] if errors else StoreUnavailable("the tiers that others see failed a moment ago")
+
+    def ask_part(self, part: KVStore, call: Callable[[], T], *, writes: bool = False) -> T:
+        tier = next(tier for tier in self.tiers if tier.store is part)
+        kind: CallKind = "write" if writes else "read"
+        if tier.rests(kind):
+            raise self._left_alone([tier])
+        errors: list[StoreError] = []
+        result = self._try(tier, call, errors, kind)
+        if errors:
+            raise errors[0]
+        return result  # type: ignore[return-value]  # None only if it is what the call returns
+
+    def hang_up(self) -> None:
+        for tier in self.tiers:
+            tier.store.hang_up()
+
+    @property
+    def problem(self) -> str:
+        away = ((tier_name(place, tier.store), tier.away) for place, tier in enumerate(self.tiers))
+        return "; ".join(f"{name} does not answer: {error}" for name, error in away if error is not None)
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
         if self._backfill is not None:
@@ -159,19 +209,19 @@ class TieredStore(TellingStore):
 
     def put_into(self, part: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         part.put_on_terms(items, terms)
-        if self._backfill is not None and part is self.tiers[0].store:
-            self._backfill.room_taken()
+        if part is self.tiers[0].store:
+            self._room_taken()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self.forget(keys)
         errors: list[StoreError] = []
-        awake = self._awake()
+        awake = self._awake("write")
         for tier in awake:
-            self._try(tier, partial(tier.store.delete, keys), errors)
-        if not errors and len(awake) < len(self.tiers):
-            raise StoreUnavailable("a tier that failed a moment ago was not asked to delete")
+            self._try(tier, partial(tier.store.delete, keys), errors, "write")
         if errors:
             raise errors[0]
+        if len(awake) < len(self.tiers):
+            raise StoreUnavailable("a tier that failed a moment ago was not asked to delete")
 
     @property
     def look_ahead_bytes(self) -> int:
@@ -200,8 +250,10 @@ class TieredStore(TellingStore):
         return {tier_name(place, tier.store): tier.store for place, tier in enumerate(self.tiers)}
 
     def close(self) -> None:
+        self.hang_up()  # what copies, or probes, does not wait for an answer
         if self._backfill is not None:
             self._backfill.close()
+        self._watch.close()
         for tier in self.tiers:
             tier.store.close()
 
@@ -214,7 +266,7 @@ class TieredStore(TellingStore):
         """Ask tier by tier (None: all) and note what is found; returns (tier, indices) of each tier's hits."""
         hits_by_tier: list[tuple[int, list[int]]] = []
         errors: list[StoreError] = []
-        awake = [tier for tier in self._awake() if among is None or tier in among]
+        awake = self._awake("read", among)
         for tier in awake:
             missing = [i for i, is_found in enumerate(found) if not is_found]
             if not missing:
@@ -225,8 +277,8 @@ class TieredStore(TellingStore):
                 found[i] = True
             if hits:
                 hits_by_tier.append((self.tiers.index(tier), hits))
-        if errors and len(errors) == len(awake):
-            raise errors[0]
+        if len(errors) == len(awake) and not all(found):
+            raise errors[0] if errors else self._left_alone(among or self.tiers)
         return hits_by_tier
 
     def _copy(self, depth: int, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
@@ -237,54 +289,63 @@ class TieredStore(TellingStore):
 
     def _promote(self, items: Sequence[Item], depth: int, terms: Mapping[bytes, Terms]) -> None:
         """Into all faster tiers; one that waits for what goes from the first tier gets it from there."""
-        for tier in self._awake():
-            if self.tiers.index(tier) < depth and tier.write != "evicted":
+        for tier in self._awake("write", self.tiers[:depth]):
+            if tier.write != "evicted":
                 errors: list[StoreError] = []
-                self._try(tier, partial(_put, tier.store, items, terms), errors)
+                self._try(tier, partial(_put, tier.store, items, terms), errors, "write")
                 with self._lock:
                     tier.num_promoted += 0 if errors else len(items)
-        if depth and self._backfill is not None:
-            self._backfill.room_taken()
+        if depth:
+            self._room_taken()
 
     def _fill(self, tier: Tier, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> bool:
         """Write what a tier lacks; whether it has all of it now. On the thread that copies."""
-        if tier.rests_until > time.monotonic():
+        if not self._awake("write", [tier]):
             return False
         errors: list[StoreError] = []
         there = self._try(tier, lambda: tier.store.contains([key for key, _ in items]), errors) or ()
         missing = [item for item, is_there in zip(items, there, strict=False) if not is_there]
         if missing:
-            self._try(tier, partial(_put, tier.store, missing, terms), errors)
+            self._try(tier, partial(_put, tier.store, missing, terms), errors, "write")
         with self._lock:
             tier.num_backfilled += 0 if errors else len(missing)
         return not errors
 
     def _take_back(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        self._try(tier, partial(tier.store.delete, keys), [])
+        self._try(tier, partial(tier.store.delete, keys), [], "write")
 
-    def _awake(self) -> list[Tier]:
-        """Tiers to ask now; counts those that are left alone."""
+    def _awake(self, kind: CallKind, among: Sequence[Tier] | None = None) -> list[Tier]:
+        """Tiers (None: of all) to ask now; counts those that are left alone."""
         now = time.monotonic()
-        with self._lock:
-            awake = [tier for tier in self.tiers if tier.rests_until <= now]
-            if not awake:
-                return self.tiers
-            for tier in self.tiers:
-                if tier.rests_until > now:
+        awake = []
+        for tier in self.tiers if among is None else among:
+            if tier.rests(kind, now):
+                with self._lock:
                     tier.failures["skipped"] += 1
-            return awake
+            else:
+                awake.append(tier)
+        return awake
 
-    def _try(self, tier: Tier, call: Callable[[], T], errors: list[StoreError]) -> T | None:
+    def _left_alone(self, tiers: Sequence[Tier]) -> StoreUnavailable:
+        names = ", ".join(f"{tier_name(self.tiers.index(tier), tier.store)}" for tier in tiers)
+        return StoreUnavailable(f"{names}: left alone, since a call failed a while ago")
+
+    def _try(self, tier: Tier, call: Callable[[], T], errors: list[StoreError], kind: CallKind = "read") -> T | None:
         """What the call returns; None if the tier failed, which is counted and added to `errors`."""
+        problem: StoreError | None = None
+        with self._lock:
+            number = self._watch.begin(tier)
         try:
             return call()
         except StoreError as error:
+            problem = error
             errors.append(error)
-            with self._lock:
-                tier.failures[error.code] += 1
-                if isinstance(error, (StoreUnavailable, StoreTimeout)):
-                    tier.rests_until = time.monotonic() + self._retry_after_s
             return None
+        finally:
+            with self._lock:
+                self._watch.end(tier, number, kind, problem)
+                if problem is not None:
+                    tier.failures[problem.code] += 1
 
 
 def _put(store: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:

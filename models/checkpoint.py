@@ -1,5 +1,6 @@
 """The weights of a Hugging Face model directory, read from files that are already open."""
 
+import re
 from types import TracebackType
 from typing import Any, Self
 
@@ -8,6 +9,14 @@ from safetensors import SafetensorError, safe_open
 
 from pdkv.errors import ModelError
 from pdkv.models.weight_files import WeightFile, WeightFiles
+
+_HARMLESS = re.compile(r"\.(rotary_emb\.inv_freq|(kv|[qkv]|attn|prob|prob_output)_scale)$")
+"""What config.json says again, and scales of KV and attention in FP8, which another reader takes or nothing needs."""
+
+_HARMLESS_QUANTIZED = re.compile(r"\.((input|output|act)_scale|input_scale_ub|input_zero_point|weight_shape)$")
+"""Beside weights that are multiplied with inputs as they are."""
+
+_ADDED = re.compile(r"[._](bias|zero_point)$")
 
 
 class Checkpoint:
@@ -22,6 +31,7 @@ class Checkpoint:
         self.path = weights.path
         self._holders = weights.holders
         self._mapped: dict[WeightFile, Any] = {}
+        self._read: set[str] = set()
         for file in weights.files:
             try:
                 handle: Any = safe_open(file.reopen_path, framework="pt")
@@ -41,6 +51,17 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._holders
+
+    def check_all_read(self, *, quantized: bool) -> None:
+        """Refuse tensors of which nothing was read, unless they change nothing. Raises ModelError, which names some."""
+        unread = [name for name in self._holders if name not in self._read and not _HARMLESS.search(name)]
+        unread = [name for name in unread if not (quantized and _HARMLESS_QUANTIZED.search(name))]
+        # GPTQ's writers add a bias of zeros to each layer.
+        if names := [name for name in unread if not _ADDED.search(name) or self.stored(name).float().any()]:
+            raise ModelError(
+                f"{self.path}: the model that config.json describes leaves out {len(names)} tensors, {names[0]!r} "
+                "among them: its layers, biases, norms or quantization are not the weights', and tokens could be wrong"
+            )
 
     def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor `name` of this whole shape, in the file's dtype, or a part of it: then only that is read.
@@ -65,4 +86,5 @@ class Checkpoint:
     def _handle(self, name: str) -> Any:
         if name not in self._holders:
             raise ModelError(f"{self.path}: tensor {name!r} is missing")
+        self._read.add(name)
         return self._mapped[self._holders[name]]

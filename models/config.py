@@ -10,6 +10,7 @@ from pdkv.models.config_fields import check_fields
 from pdkv.models.json_fields import Fields, read_json
 from pdkv.models.quantization import Quantization, read_quantization
 from pdkv.models.rope_config import RopeScaling, read_rope
+from pdkv.models.special_tokens import read_eos_token_id
 from pdkv.models.window_config import read_windows
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -100,7 +101,7 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
-    """Read config.json (and generation_config.json, for more end tokens) of a model directory.
+    """Read config.json of a model directory, and what other files say of end tokens and quantization.
 
     Args:
         max_model_len: of the engine that computes it; see `ModelConfig.for_length`.
@@ -125,7 +126,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         raise ModelError(f"{file}: the head size must be even, got {head_size}")
     rope = read_rope(fields, architecture, head_size)
     bias = _flag_of_family(fields, "attention_bias", family.attention_bias)
-    bos, quantized = fields.token_ids("bos_token_id"), fields.values.get("quantization_config")
+    bos = fields.token_ids("bos_token_id")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -149,7 +150,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         eos_token_ids=_eos_token_ids(path, fields),
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(fields),
-        quantization=None if quantized is None else read_quantization(file, quantized),
+        quantization=_quantization(path, fields),
         windows=read_windows(fields, architecture, num_layers),
     )
     return config.for_length(max_model_len)
@@ -179,16 +180,27 @@ def _flag_of_family(fields: Fields, name: str, fixed: bool | None) -> bool:
 
 
 def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
-    """The end tokens of config.json and generation_config.json, each once, in that order.
+    """The end tokens of config.json, generation_config.json and the tokenizer, each once, in that order.
 
-    Those outside the vocabulary, which are never drawn, are left out.
+    Finetunes of base models often name theirs in the tokenizer alone. Those outside the vocabulary, which are never
+    drawn, are left out.
     """
     ids = fields.token_ids("eos_token_id")
     generation = path / "generation_config.json"
     if generation.exists():
         ids += Fields(generation, read_json(generation)).token_ids("eos_token_id")
+    if (own := read_eos_token_id(path)) is not None:
+        ids += (own,)
     vocab_size = fields.count("vocab_size")
     return tuple(dict.fromkeys(token_id for token_id in ids if 0 <= token_id < vocab_size))
+
+
+def _quantization(path: Path, fields: Fields) -> Quantization | None:
+    """By config.json, else, as in vLLM, by the file of ModelOpt's; None: the checkpoint has dense weights."""
+    said, file = fields.values.get("quantization_config"), path / "hf_quant_config.json"
+    if said is None and file.exists():
+        return read_quantization(file, read_json(file).get("quantization"), "modelopt")
+    return None if said is None else read_quantization(fields.path, said)
 
 
 def _dtype(fields: Fields) -> Dtype:

@@ -16,6 +16,9 @@ class DequantizedCheckpoint:
         self._quantization = quantization
         self._device = device
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint or self.quantized(name.removesuffix(".weight")) is not None
+
     def quantized(self, layer: str) -> LayerTensors | None:
         """The tensors of a layer, None if its weight is not quantized."""
         if not any(layer + mark in self._checkpoint for mark in MARKS[self._quantization.method]):

@@ -1,5 +1,6 @@
 """What 1.0 stands for in KV that is stored in FP8, as a quantized checkpoint says it."""
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from pdkv.models.weight_files import WeightFiles
 KVScales = tuple[tuple[float, float], ...]
 """By layer, of K and of V; empty: 1.0 everywhere."""
 
-_NAMES = ("model.layers.{layer}.self_attn.{side}_scale", "model.layers.{layer}.self_attn.{side}_proj.{side}_scale")
-"""Of the tensor of one number, in checkpoints of AutoFP8 and compressed-tensors, and of ModelOpt."""
+_NAMES = tuple(
+    "model.layers.{layer}.self_attn." + name for name in ("{side}_scale", "{side}_proj.{side}_scale", "kv_scale")
+)
+"""Of the tensor of one number: compressed-tensors', ModelOpt's, and AutoFP8's, which is for K and V."""
 
 
 def read_kv_scales(path: Path, num_layers: int, weights: WeightFiles | None = None) -> KVScales:
@@ -23,10 +26,9 @@ def read_kv_scales(path: Path, num_layers: int, weights: WeightFiles | None = No
     Raises:
         ModelError: a file is broken, or a scale is not one positive number.
     """
-    if weights is None:
-        with WeightFiles(path) as opened:
-            return read_kv_scales(path, num_layers, opened)
-    with Checkpoint(weights) as checkpoint:
+    with contextlib.ExitStack() as opened:
+        files = weights or opened.enter_context(WeightFiles(path))
+        checkpoint = opened.enter_context(Checkpoint(files))
         scales = tuple((_scale(checkpoint, layer, "k"), _scale(checkpoint, layer, "v")) for layer in range(num_layers))
     return () if all(pair == (1.0, 1.0) for pair in scales) else scales
 

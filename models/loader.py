@@ -1,10 +1,14 @@
 """Build a Decoder from a model directory: Hugging Face names, fused and sharded weights, dtype conversion."""
 
+import contextlib
+import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
+from pdkv.errors import ModelError
 from pdkv.host.malloc import give_back_freed
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
@@ -18,6 +22,10 @@ from pdkv.models.passes import RMSNorm
 from pdkv.models.quantized_layers import Piece, QuantizedLayers
 from pdkv.models.rope import make_rope_table
 from pdkv.models.weight_files import WeightFiles
+
+logger = logging.getLogger(__name__)
+
+_DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_decoder(
@@ -41,23 +49,13 @@ def load_decoder(
         keep_quantized: 4-bit weights stay as the checkpoint has them where a kernel reads them; None: on CUDA.
 
     Raises:
-        ModelError: a weight file or tensor is missing, broken, of an unexpected shape or changed while it was read.
+        ModelError: a weight file or tensor is missing, broken, of an unexpected shape or dtype, left unread, or changed
+            while it was read.
         ConfigError: the model cannot be divided among so many ranks.
     """
-    if weights is None:
-        with WeightFiles(path) as opened:
-            return load_decoder(
-                path,
-                config,
-                dtype=dtype,
-                device=device,
-                max_model_len=max_model_len,
-                parallel=parallel,
-                weights=opened,
-                linears=linears,
-                keep_quantized=keep_quantized,
-            )
-    with Checkpoint(weights) as checkpoint:
+    with contextlib.ExitStack() as opened:
+        files = weights or opened.enter_context(WeightFiles(path))
+        checkpoint = opened.enter_context(Checkpoint(files))
         source: TensorSource = checkpoint
         kept: QuantizedLayers | None = None
         if config.quantization is not None:
@@ -65,8 +63,10 @@ def load_decoder(
             on_cuda = device.type == "cuda"
             if config.quantization.fp8_inputs or (on_cuda if keep_quantized is None else keep_quantized):
                 kept = QuantizedLayers(dequantized, config.quantization, dtype)
-        decoder = _Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
-    weights.check_unchanged()
+        decoder = Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
+        if parallel.shard.rank == 0:  # whose layers have all biases
+            checkpoint.check_all_read(quantized=config.quantization is not None)
+        files.check_unchanged()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what weights were on their way into their layout: others may share the device
     return decoder
@@ -78,58 +78,37 @@ class TensorSource(Protocol):
     def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
         """A tensor of that shape, or a part of it. Raises ModelError."""
 
-
-def build_decoder(
-    source: TensorSource,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    parallel: TensorParallel = ALONE,
-    linears: Literal["auto", "torch"] = "auto",
-) -> Decoder:
-    """One rank's decoder of what `source` has. Arguments and errors as those of `load_decoder`."""
-    return _Loader(source, config, dtype, device, parallel, linears).decoder(max_model_len)
+    def __contains__(self, name: str) -> bool: ...
 
 
-class _Loader:
+@dataclass
+class Loader:
     """One load: where tensors come from and what becomes of them.
 
     What is packed or concatenated is copied by that; all else that stays is read with `keep`.
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        parallel: TensorParallel,
-        linears: Literal["auto", "torch"],
-        kept: QuantizedLayers | None = None,
-    ) -> None:
-        """`kept`: makes layers of weights that stay quantized."""
-        self.source = source
-        self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.parallel = parallel
-        self.kept = kept
-        self.kind = linear_kind(dtype, device, linears)
-        shard = parallel.shard
+    source: TensorSource
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    parallel: TensorParallel = ALONE
+    linears: Literal["auto", "torch"] = "auto"
+    kept: QuantizedLayers | None = None  # makes layers of weights that stay quantized
+
+    def __post_init__(self) -> None:
+        self.kind = linear_kind(self.dtype, self.device, self.linears)
+        shard, config = self.parallel.shard, self.config
         self.heads = shard.part(config.num_heads, "attention heads")
         self.kv_heads = shard.heads(config.num_kv_heads)
         self.neurons = shard.part(config.intermediate_size, "MLP neurons")
         self.words = shard.padded_part(config.vocab_size)
 
     def decoder(self, max_model_len: int) -> Decoder:
+        """One rank's decoder. Raises as `load_decoder`."""
         config = self.config
         embedding = self._vocabulary("model.embed_tokens.weight", keep=True)
-        # A checkpoint may tie its embeddings and still hold a head, or the reverse: config.json decides.
-        head = (
-            embedding if config.tie_word_embeddings else self._vocabulary("lm_head.weight", keep=self.kind == "plain")
-        )
+        head = self._output_table(embedding)
         num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
         table = make_rope_table(config, max_model_len, self.dtype, self.device)
         return Decoder(
@@ -142,6 +121,18 @@ class _Loader:
             lm_head=self._head(make_linear(head, None, self.kind)),
             rotation=make_rotation(table, num_heads, num_kv_heads, self.kind),
         )
+
+    def _output_table(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The head's weight. As in transformers, one of its own counts before config.json, which may say "tied"."""
+        name, tied = "lm_head.weight", self.config.tie_word_embeddings
+        if tied and name not in self.source:
+            return embedding
+        head = self._vocabulary(name, keep=self.kind == "plain")
+        if tied and torch.equal(head, embedding):
+            return embedding
+        if tied:
+            logger.warning("config.json ties the embeddings, and %s differs from them: it is used", name)
+        return head
 
     def _vocabulary(self, name: str, *, keep: bool) -> torch.Tensor:
         """This rank's rows of a table by token id; of equal size on all ranks, padded with zeros."""
@@ -218,6 +209,10 @@ class _Loader:
         Straight to the device, where its dtype is changed: the host holds no more than what it reads.
         """
         stored = self.source.get(name, shape, part)
+        if stored.dtype not in _DENSE:
+            raise ModelError(
+                f"tensor {name!r} is stored as {stored.dtype}, and no quantization says what that stands for"
+            )
         moved = stored.to(self.device)
         return moved.to(self.dtype, copy=keep and moved is stored)
 

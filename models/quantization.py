@@ -34,15 +34,15 @@ class Quantization(NamedTuple):
     fp8_inputs: bool = False  # inputs are quantized as the scheme says: KV is other KV than with dense weights
 
 
-def read_quantization(path: Path, config: object) -> Quantization:
-    """From the field `quantization_config` of the config.json at `path`.
+def read_quantization(path: Path, config: object, method: str | None = None) -> Quantization:
+    """From the field `quantization_config` of the config.json at `path`, or a like one; `method` if that names none.
 
     Raises:
         ModelError: a method, or a way of it, that is not computed; names the field and its value.
     """
     if not isinstance(config, Mapping):
         raise ModelError(f"{path}: quantization_config must be an object, got {clip(repr(config))}")
-    method = config.get("quant_method")
+    method = config.get("quant_method", method)
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise _unsupported(path, "quant_method", method, ", ".join(sorted(_READERS)))
@@ -57,6 +57,11 @@ def _read_fp8(path: Path, config: Mapping[str, Any]) -> Quantization:
     block = _block(path, "weight_block_size", config.get("weight_block_size"))
     scheme = _one_of(path, config, "activation_scheme", ("static", "dynamic"), "dynamic")
     return Quantization("scaled", block=block, input_scheme=scheme)
+
+
+def _read_modelopt(path: Path, config: Mapping[str, Any]) -> Quantization:
+    _one_of(path, config, "quant_algo", ("FP8",))
+    return Quantization("scaled", input_scheme="static")
 
 
 def _read_gptq(path: Path, config: Mapping[str, Any]) -> Quantization:
@@ -141,6 +146,7 @@ def _one_of(path: Path, config: Mapping[str, Any], field: str, known: tuple[Any,
 _READERS = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fp8,
+    "modelopt": _read_modelopt,
     "gptq": _read_gptq,
     "awq": _read_awq,
     "compressed-tensors": _read_compressed,

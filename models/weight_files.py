@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 from pdkv.errors import ModelError
 from pdkv.models.json_fields import read_json
 
+_SINGLE = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -97,7 +98,8 @@ class WeightFile:
 class WeightFiles:
     """All weight files of a model; a context manager.
 
-    `holders` says which file a tensor is read from: the one that the index names, else the last that has it.
+    `holders` says which file a tensor is read from: the one that the index names, else model.safetensors, as in
+    transformers, else the last that has it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,6 +150,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
 def _file_names(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[str]:
     if weight_map is None:
         names = sorted(file.name for file in path.glob("*.safetensors"))
+        names = [_SINGLE] if _SINGLE in names else names
         if not names:
             raise ModelError(f"{path}: no *.safetensors file")
         return names

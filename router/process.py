@@ -27,7 +27,6 @@ from pdkv.router.engines.address import EngineAddress
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.engines.operations import Operations
-from pdkv.router.engines.shared_marks import SharedMarks
 from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.admin import create_admin_app
@@ -41,7 +40,6 @@ from pdkv.router.http.tls import TlsGate
 from pdkv.router.http.turnstile import Turnstile
 from pdkv.router.observability.instruments import Instruments, make_instruments
 from pdkv.router.routing.policies import DEFAULT_POLICY
-from pdkv.secret_options import read_option
 from pdkv.text import Tokenizer
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.messages import Order
@@ -115,9 +113,6 @@ def run_router(
         await_all=await_all,
         identity=identity,
     )
-    if config.health.redis:
-        url = read_option(config.health.redis, "--redis")
-        dispatcher.shared_marks = SharedMarks(url, router_id, dispatcher.fleet.hearsay.hear)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     cluster_key = ClusterKey.read(cluster_key_file) if cluster_key_file is not None else None
@@ -296,8 +291,6 @@ async def _serve(
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, lifeline_readable)
     dispatcher.connect()
-    if dispatcher.shared_marks is not None:
-        dispatcher.shared_marks.start()
     announcement = loop.create_task(_announce(dispatcher, on_ready))
     announcement.add_done_callback(lambda task: stopping.now() if not task.cancelled() and task.exception() else None)
     try:
@@ -306,8 +299,6 @@ async def _serve(
     finally:
         garbage.close()
         dispatcher.close()
-        if dispatcher.shared_marks is not None:
-            await dispatcher.shared_marks.close()
         announcement.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await announcement

@@ -19,7 +19,7 @@ from benchmarks.turns import Times, in_turns
 from pdkv.engine.graphs import decode_sizes, make_recorder
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.decoder import Decoder
-from pdkv.models.loader import build_decoder
+from pdkv.models.loader import Loader
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -55,6 +55,9 @@ class RandomWeights:
         self._dtype = dtype
         self.num_bytes = 0
 
+    def __contains__(self, name: str) -> bool:
+        return True
+
     def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
         """Numbers that keep activations at their size."""
         tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
@@ -69,7 +72,7 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     copied = Bench(where, dtype, SMOKE if smoke else FULL, 1 if smoke else 10).copy_yardstick()
     config = _config(SHAPE | TINY if smoke else SHAPE)
     weights = RandomWeights(where, dtype)
-    model = build_decoder(weights, config, dtype=dtype, device=where, max_model_len=2048)
+    model = Loader(weights, config, dtype, where).decoder(2048)
     embedding = config.vocab_size * config.hidden_size * dtype.itemsize  # of which a step reads a row per token
     num_bytes = weights.num_bytes - embedding
     for case in CASES:

@@ -210,9 +210,11 @@ class MultiConnector(KVConnector):
             for child in self.children
             if type(child.connector).make_block_table is not KVConnector.make_block_table
         ]
-        if not own:
-            return super().make_block_table()
-        return own[0] if len(own) == 1 else BlockTables(own)
+        table = BlockTables(own) if len(own) > 1 else own[0] if own else super().make_block_table()
+        for child in self.children:  # the others read what all write
+            if type(child.connector).make_block_table is KVConnector.make_block_table:
+                child.connector.block_table = table
+        return table
 
     def allocate_kv_cache(self) -> "torch.Tensor | None":
         """The pool of the one child that needs its own, else of the first one that offers one.

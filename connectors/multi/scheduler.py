@@ -75,6 +75,7 @@ class _Load:
     block_tables: BlockTables
     num_tokens: int
     may_fall_back: bool
+    code: str = ""  # why the first child failed, where the second one brings a part of it
 
 
 class MultiScheduler(SchedulerConnector):
@@ -115,11 +116,19 @@ class MultiScheduler(SchedulerConnector):
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
-        """The longest match, the first of equal ones. A child that still looks is waited for unless all is found."""
+        """The longest match, the first of equal ones. A child that still looks is waited for unless all is found. What
+        is handed over is looked for beside that only where it cannot be had.
+        """
         key = request.transfer_key
         self._choices.pop(key, None)
         best, winner, looking = NO_MATCH, 0, False
-        for index, scheduler in enumerate(self._schedulers):
+        order: Sequence[int] = range(len(self._schedulers))
+        if request.kv == "await_peer":
+            order = sorted(order, key=self.views.is_beside)
+        for index in order:
+            scheduler = self._schedulers[index]
+            if request.kv == "await_peer" and self.views.is_beside(index) and (looking or best.num_tokens):
+                break
             view = self.views.request(request, index)
             if view is None:
                 continue
@@ -167,10 +176,14 @@ class MultiScheduler(SchedulerConnector):
             if view.kv_ready is None:
                 view = msgspec.structs.replace(view, kv_ready=True)  # no time to wait for a word: what is there counts
             matched = scheduler.get_num_new_matched_tokens(view, request.num_local_hit)
-            if matched.ask_again or matched.mode != "async" or matched.num_tokens < load.num_tokens:
+            is_part = 0 < matched.num_tokens < load.num_tokens
+            if matched.ask_again or matched.mode != "async" or not (is_part or matched.num_tokens >= load.num_tokens):
                 continue
+            if is_part and not self.views.is_beside(index):
+                continue  # it has part in the hand-off, and would have all of it
+            load.num_tokens = min(matched.num_tokens, load.num_tokens)
             scheduler.update_state_after_alloc(view, load.block_tables, load.num_tokens)
-            failed = load.child
+            failed, load.code = load.child, code if is_part else ""
             name = self._children[failed].name
             logger.warning(
                 "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key, name, code, child.name
@@ -311,7 +324,10 @@ class MultiScheduler(SchedulerConnector):
                     target[tag(child, key)] = outcome
                 elif ok or not self._fall_back(key, load, outcome.code):
                     del self._loads[key]
-                    target[key] = outcome
+                    if ok and load.code:
+                        merged[3][key] = outcome._replace(code=load.code, num_tokens=load.num_tokens)
+                    else:
+                        target[key] = outcome
 
     # --- the rest -------------------------------------------------------------------------------------------------
 

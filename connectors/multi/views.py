@@ -32,8 +32,14 @@ class ChildViews:
         self._lends = [child.connector.lends for child in children]
 
     def takes_part(self, key: TransferKey, child: int) -> bool:
-        """Whether a child has a part in what is handed off under that key: all have, except in a loan."""
-        return not is_lent(key[0]) or self._lends[child]
+        """Whether a child has a part in what is handed off under that key: all have, except in a loan, and stores
+        beside others.
+        """
+        return not self.is_beside(child) and (not is_lent(key[0]) or self._lends[child])
+
+    def is_beside(self, child: int) -> bool:
+        """Whether a child is a store, and others hand over."""
+        return self._kinds[child] == "store" != self._kind
 
     def sees_handoff(self, request: RequestView, child: int) -> bool:
         """Whether a request's hand-off has anything for a child."""
@@ -41,8 +47,13 @@ class ChildViews:
         return view is not None and view.handoff is not None
 
     def request(self, request: RequestView, child: int) -> RequestView | None:
-        """A request as one child sees it; None: the hand-off has nothing for that child."""
-        is_idle = self._kind == "push" and self._kinds[child] == "pull" and request.kv != "local"
+        """A request as one child sees it; None: the hand-off has nothing for that child.
+
+        To a store beside a pull or a push it is a request like any other: it has no part in the hand-off.
+        """
+        is_idle = request.kv != "local" and (
+            self.is_beside(child) or (self._kind == "push" and self._kinds[child] == "pull")
+        )
         if is_idle or not self.takes_part(request.transfer_key, child):
             return msgspec.structs.replace(request, kv="local", handoff=None, ticket=None)
         if request.ticket is None and request.handoff is None:
@@ -71,7 +82,9 @@ class ChildViews:
             confirmed = [c for c in confirmed if not is_lent(c.request.transfer_id)]
         if self._kinds[child] != "push":
             confirmed = [c for c in confirmed if not c.last or c.request.transfer_key in view.finished]
-        elif not observes.confirmed & Shown.OTHERS:
+        else:
+            confirmed = [c for c in confirmed if c.request.transfer_key not in view.aborted]
+        if self._kinds[child] == "push" and not observes.confirmed & Shown.OTHERS:
             confirmed = [c for c in confirmed if c.request.kv == "handoff"]
         return msgspec.structs.replace(
             view,

@@ -19,7 +19,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
-from pdkv.connectors.store.lookup import PROBE_KEY, KeyLookups
+from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.plan import StoreCut, StoreMetadata, hit_tokens_with_windows
@@ -27,15 +27,21 @@ from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.sign_key import make_sealer
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
-from pdkv.errors import StoreUnavailable, TransferError
-from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.errors import StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable, TransferError
+from pdkv.kv_store.base import PROBE_KEY, Buffer, KVStore
 from pdkv.kv_store.codecs.base import Codec
+from pdkv.kv_store.tiers import TieredStore
 from pdkv.options import option
 from pdkv.wire.messages import ConnectorKind
 
 LAYERWISE_GROUPS = 4
+_PROBE_KEYS = [bytes(31) + bytes([number]) for number in range(16)]
+"""Several: of a Redis Cluster each node has some."""
 
-__all__ = ["Buffer", "KVStore", "StoreConnector", "StoreConnectorOptions", "StoreUnavailable", "option"]
+__all__ = [
+    "Buffer", "KVStore", "StoreConnector", "StoreConnectorOptions", "StoreFull", "StoreReadOnly", "StoreTimeout",
+    "StoreUnavailable", "option",
+]  # fmt: skip
 """All that a subclass needs."""
 
 
@@ -52,6 +58,8 @@ class StoreConnector(KVConnector):
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
     options: StoreConnectorOptions
     probe_interval_s: ClassVar[float] = 5.0  # how often a store that does not answer is asked again; also at the start
+    watches: ClassVar[bool] = True  # a server that is silent is asked whether it is there
+    retry_after_s: float = 1.0  # how long a server that failed is left alone, at first
     clock = staticmethod(time.time)  # by which stored values end
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
@@ -87,7 +95,8 @@ class StoreConnector(KVConnector):
         try:
             store = cls.options_type.parse(options).open_store()
             try:
-                store.contains([PROBE_KEY])
+                for part in store.parts().values():
+                    part.contains(_PROBE_KEYS)
             finally:
                 store.close()
         except TransferError as error:
@@ -100,9 +109,13 @@ class StoreConnector(KVConnector):
 
     @property
     def store(self) -> KVStore:
-        """What both sides in this process share; opened when first used."""
+        """What both sides in this process share; opened when first used. A server by itself is a tier, too: what does
+        not answer is left alone.
+        """
         if self._store is None:
-            self._store = self.open_store()
+            store = self.open_store()
+            is_server = store.medium == "store" and not isinstance(store, TieredStore)
+            self._store = TieredStore([store], self.retry_after_s, watches=self.watches) if is_server else store
         return self._store
 
     def make_scheduler_side(self) -> SchedulerConnector:
@@ -115,7 +128,9 @@ class StoreConnector(KVConnector):
             probe_interval_s=self.probe_interval_s,
         )
         news, ahead = StoreNews(self.store, self.cut, self._value_bytes()), self.store.look_ahead_bytes
-        return StoreScheduler(self.config, self.options, self.cut, lookups, news, ahead, self.clock)
+        return StoreScheduler(
+            self.config, self.options, self.cut, lookups, news, ahead, self.clock, table=self.block_table
+        )
 
     def _value_bytes(self) -> int:
         """Of a whole value of the first KV group: what a rank reads for one; 0: as much as its blocks have."""

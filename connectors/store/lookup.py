@@ -10,11 +10,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import compress, product
 from math import inf
 
-from pdkv.errors import TransferError
-from pdkv.kv_store.base import KVStore
+from pdkv.errors import StoreError, TransferError
+from pdkv.kv_store.base import PROBE_KEY, KVStore
 from pdkv.wire.messages import ConnectorStats
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,6 @@ BARRED_S = 30.0
 
 MISS_VALID_S = 1.0
 """So long a miss is believed without asking again; the answer to a lookup is given once, however late."""
-
-PROBE_KEY = bytes(32)
-"""Nobody's value: a store that says whether it has it can be reached."""
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -61,7 +58,8 @@ class KeyLookups:
     Args:
         suffixes: every value consists of one part for each; one that lacks a part is a miss.
         notify: wakes the engine when an answer is there.
-        timeout_s: deadline of a lookup; after it the answer is a miss.
+        timeout_s: deadline of a lookup; after it the answer is what the store's first part says, where that is no
+            server, else a miss.
         known_for_s: so long an answer is believed: the store may evict.
         probe_interval_s: how often a store that does not answer is asked although nobody waits, and once at the start;
             infinity: never.
@@ -81,6 +79,8 @@ class KeyLookups:
         self.num_timeouts = 0
         self.num_refused = 0  # too many at once, or the store is known not to answer: counted as misses
         self._store = store
+        parts = list(store.parts().values())
+        self._near = parts[0] if len(parts) > 1 and parts[0].medium != "store" else None
         self._suffixes = list(suffixes)
         self._notify = notify
         self._timeout_s = timeout_s
@@ -92,6 +92,7 @@ class KeyLookups:
         self._pending: OrderedDict[bytes, _Lookup] = OrderedDict()  # by first key, in order of their deadlines
         self._queue: list[_Lookup] = []
         self._problem = ""  # why the last lookup failed: until one succeeds there is one at a time
+        self._told_problem = ""
         self._probe_interval_s = probe_interval_s
         self._next_probe = inf if probe_interval_s == inf else 0.0  # when the store is asked although nobody waits
         self._stopping = False
@@ -112,8 +113,8 @@ class KeyLookups:
 
     @property
     def problem(self) -> str:
-        """Why the store does not answer; empty: it did when it was asked last."""
-        return self._problem
+        """Why the store, or a part of it, does not answer; empty: it did when it was asked last."""
+        return self._problem or self._store.problem
 
     # --- the step thread ------------------------------------------------------------------------------------------
 
@@ -241,6 +242,7 @@ class KeyLookups:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+        self._store.hang_up()
         for thread in self._threads:
             thread.join(JOIN_TIMEOUT_S)
             if thread.is_alive():
@@ -309,7 +311,6 @@ class KeyLookups:
                 lookups, self._queue = self._queue, []
             error = ""
             stored: set[bytes] = set()
-            before = self._problem
             try:
                 stored = self._look_all_up(lookups)
             except TransferError as failure:
@@ -327,9 +328,11 @@ class KeyLookups:
                 else:
                     if self._problem:
                         logger.info("KV store: it answers again")
-                    self._problem, self._next_probe = "", inf
+                    rests = bool(self._store.problem)  # of a part: somebody is to hear when it is over
+                    self._problem, self._next_probe = "", time.monotonic() + self._probe_interval_s if rests else inf
                 wanted = any(lookup.wanted for lookup in lookups)
-            if wanted or before != self._problem:
+                before, self._told_problem = self._told_problem, self.problem
+            if wanted or before != self._told_problem:
                 self._notify()
 
     def _look_all_up(self, lookups: Sequence[_Lookup]) -> set[bytes]:
@@ -341,7 +344,7 @@ class KeyLookups:
             else:
                 keys.update(dict.fromkeys(lookup.keys))
         stored = self._look_up_chains(chains) if chains else set[bytes]()
-        return stored if chains and not keys else stored | self._look_up(list(keys) or [PROBE_KEY])
+        return stored if chains and not keys else stored | self._look_up(list(keys) or [PROBE_KEY], self._store)
 
     def _look_up_chains(self, chains: Sequence[list[bytes]]) -> set[bytes]:
         """The first keys of each whose values are stored: one part of some of them, then the others of the last one."""
@@ -353,34 +356,47 @@ class KeyLookups:
         stored, in_doubt = set[bytes](), set[bytes]()
         for i, chain in enumerate(found):
             (stored if all(there[i * size : (i + 1) * size]) else in_doubt).update(chain)
-        return stored | self._look_up(list(in_doubt)) if in_doubt else stored
+        return stored | self._look_up(list(in_doubt), self._store) if in_doubt else stored
 
-    def _look_up(self, keys: list[bytes]) -> set[bytes]:
+    def _look_up(self, keys: list[bytes], store: KVStore) -> set[bytes]:
         """Which values are stored with all their parts: first one part of each, then the others of those found."""
         first, *others = self._suffixes
-        found = [
-            key for key, there in zip(keys, self._store.contains([key + first for key in keys]), strict=True) if there
-        ]
+        found = list(compress(keys, store.contains([key + first for key in keys])))
         if not others or not found:
             return set(found)
-        there = self._store.contains([key + suffix for key, suffix in product(found, others)])
+        there = store.contains([key + suffix for key, suffix in product(found, others)])
         size = len(others)
         return {key for i, key in enumerate(found) if all(there[i * size : (i + 1) * size])}
 
     def _watch(self) -> None:
-        """Answer lookups past their deadline."""
+        """Answer lookups past their deadline with what is near."""
         while True:
             with self._changed:
                 now = time.monotonic()
                 late = [lookup for lookup in self._pending.values() if lookup.deadline <= now]
+            near = self._look_near(late)
+            with self._changed:
                 for lookup in late:
-                    self._answer(lookup, ())
+                    if lookup.answered:
+                        continue
+                    self._answer(lookup, near)
                     self.num_timeouts += 1
-                    self._failed(f"no answer to a lookup within {self._timeout_s:g} s")
+                    if self._near is None:
+                        self._failed(f"no answer to a lookup within {self._timeout_s:g} s")
                 if not late:
                     if self._stopping:
                         return
                     first = next(iter(self._pending.values()), None)
-                    self._changed.wait(None if first is None else max(first.deadline - now, 0.0))
+                    self._changed.wait(None if first is None else max(first.deadline - time.monotonic(), 0.0))
                     continue
             self._notify()
+
+    def _look_near(self, lookups: Sequence[_Lookup]) -> set[bytes]:
+        """What the first part has of their keys."""
+        if self._near is None or not lookups:
+            return set()
+        try:
+            return self._look_up(list(dict.fromkeys(key for lookup in lookups for key in lookup.keys)), self._near)
+        except StoreError as error:
+            logger.debug("the first part of the store cannot be asked: %s", error)
+            return set()

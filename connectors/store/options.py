@@ -26,7 +26,13 @@ class StoreConnectorOptions(Options):
     layer_timeout_s: float = seconds(2.0, "how long a forward pass waits for layerwise loads, all layers together")
     io_threads: int = option(2, "threads that load", ge=1, le=MAX_THREADS)
     save_threads: int = option(1, "threads that save", ge=1, le=MAX_THREADS)
-    staging_bytes: int = option(4 << 20, "size of each thread's buffer; at least one value", ge=1, size=True)
+    staging_bytes: int | None = option(
+        None,
+        "size of each thread's buffer, at least one value; absent: 4 MiB, and eight values where a store is asked for "
+        "each by itself, as a bucket",
+        ge=1,
+        size=True,
+    )
     max_save_bytes: int = option(
         256 << 20,
         "KV on its way to the store, at most a quarter of the pool; beyond it only hand-offs are saved at once",

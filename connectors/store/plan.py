@@ -314,6 +314,11 @@ class StoreSave(msgspec.Struct, frozen=True):
     kv_terms: KVTerms | None = None  # on which they are kept
 
     @property
+    def is_handoff(self) -> bool:
+        """Whether another engine waits for it."""
+        return self.key != self.batch
+
+    @property
     def block_ids(self) -> list[int]:
         """All blocks that it reads."""
         return [block_id for span in self.spans for block_id in span.block_ids]
@@ -324,6 +329,7 @@ class StoreDrop(msgspec.Struct, frozen=True):
 
     key: TransferKey
     tails: list[Value]
+    given_up: bool = True  # False: its first token was the last, and what is being saved will be found by content
 
 
 class StoreAhead(NamedTuple):

@@ -2,14 +2,14 @@
 
 import time
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, compress, count
 from operator import attrgetter
-from sys import maxsize
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
@@ -32,6 +32,7 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
+from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.connectors.store.look_ahead import LookAhead
 from pdkv.connectors.store.lookup import KeyLookups
@@ -49,6 +50,7 @@ from pdkv.connectors.store.plan import (
     StoreSave,
     Value,
 )
+from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.errors import IncompatiblePeers, KVNotFound, MalformedMessage
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import CacheAnswer, CacheOrder, EngineCard, KVTerms, TierEvents
@@ -69,6 +71,16 @@ class _Batch(NamedTuple):
     values: list[Value]  # whole ones, which are stored when it has succeeded
     num_bytes: int
     ends_at: int  # unix time, not after those that are written end; 0: they stay
+
+
+class _PutOff(NamedTuple):
+    """Values that wait for room, whether or not their request lives."""
+
+    confirmed: ConfirmedRange  # with tables of its own
+    generations: list[Ids]  # of the blocks in each table
+    values: list[Value]
+    ended: list[bytes]  # keys of those that are written anew
+    is_checked: bool  # they may be stored already
 
 
 class _Loading(NamedTuple):
@@ -121,9 +133,12 @@ class StoreScheduler(SchedulerConnector):
         news: StoreNews,
         look_ahead_bytes: int = 0,
         clock: Callable[[], float] = time.time,
+        *,
+        table: BlockTable | None = None,
     ) -> None:
         """`look_ahead_bytes`: of a rank's values that the store spares for waiting requests; 0: none. `clock`: unix
-        time, by which stored values end.
+        time, by which stored values end. `table`: of the pool; without it
+        nothing waits for room.
         """
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,
@@ -132,7 +147,7 @@ class StoreScheduler(SchedulerConnector):
         )
         self.lookups = lookups
         self.num_refused_handoffs = 0  # from engines that cut otherwise
-        self.num_late_saves = 0  # values that were not written when they could have been: too much was under way
+        self.num_late_saves = 0  # values that were not written: too much was under way
         self.num_failed_saves = 0  # batches
         self._options = options
         self._unix_time = clock
@@ -148,7 +163,11 @@ class StoreScheduler(SchedulerConnector):
         self._saving: set[bytes] = set()
         self._batches: dict[TransferKey, _Batch] = {}
         self._num_save_bytes = 0
-        self._put_off: dict[TransferKey, int] = {}  # where what was too much begins
+        self._num_fitted = 0  # tokens of the save in the making
+        self._put_off: deque[_PutOff] = deque()  # what was too much, in the order of its saves
+        self._num_put_off_tokens = 0
+        self._max_put_off_tokens = config.num_blocks * layout.block_size
+        self._table = table
         self._handoffs: dict[TransferKey, list[Value]] = {}  # being saved or leased, with their tails
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # last keys of requests
         self._numbers = count()
@@ -291,9 +310,8 @@ class StoreScheduler(SchedulerConnector):
         loads, self._queued = list(self._queued.values()), {}
         for load in loads:
             load.layerwise = load.key in scheduled  # others wait outside the batch
-        saves = [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
-        for key in (*view.preempted, *view.finished, *view.aborted):
-            self._put_off.pop(key, None)
+        saves = self._save_put_off() if self._put_off else []
+        saves += [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
         ahead, passed = self._look(view.waiting_keys, view.waiting_terms)
         return StoreMetadata(
             step_id=view.step_id,
@@ -312,8 +330,6 @@ class StoreScheduler(SchedulerConnector):
         requests for what nobody has seen for a while.
         """
         request, key = confirmed.request, confirmed.request.transfer_key
-        if (start := self._put_off.pop(key, maxsize)) < confirmed.start:
-            confirmed = msgspec.structs.replace(confirmed, start=start)
         if request.kv != "handoff" and self._cut.is_plain and self._are_known(confirmed):
             return None
         if len(confirmed.block_tables[0]) * self._block_size < confirmed.stop:
@@ -321,29 +337,83 @@ class StoreScheduler(SchedulerConnector):
         is_handoff = request.kv == "handoff"
         values = self._values_to_save(confirmed)
         ended = self._ended(request, values)
-        new, check = self._split(values, ended, checks_all=is_handoff)
-        tails = self._cut.tails(key, confirmed.stop) if confirmed.last else []
+        new, check = self._split(values, ended, checks_all=is_handoff, num_handed_over=request.num_handed_over)
+        is_last = confirmed.last and is_handoff
+        tails = self._cut.tails(key, confirmed.stop) if is_last else []
         if is_handoff:
             self._handoffs[key] = tails
         else:
-            new = self._fitting(key, new)
-        if not (new or check or confirmed.last):
+            new = self._fitting(confirmed, new, ended, is_checked=False)
+            check = self._fitting(confirmed, check, ended, is_checked=True)
+        if not (new or check or is_last):
             return None
         return self._make_save(confirmed, new, check, tails, ended)
 
-    def _fitting(self, key: TransferKey, new: list[Value]) -> list[Value]:
-        """As many as may be saved beside what is under way. The rest comes with what the request fills next, or never
-        where a KV group has a window, whose blocks may be gone by then.
+    def _num_fitting(self, values: Sequence[Value]) -> int:
+        """How many may be saved beside what is under way; a value larger than the bound goes alone."""
+        room = (self._max_save_bytes - self._num_save_bytes) // self._token_bytes - self._num_fitted
+        is_alone = not (self._num_save_bytes or self._num_fitted)
+        return max(bisect_right(list(accumulate(map(_tokens_of, values))), room), min(is_alone, len(values)))
+
+    def _fitting(
+        self, confirmed: ConfirmedRange, values: list[Value], ended: list[bytes], *, is_checked: bool
+    ) -> list[Value]:
+        """As many as may be saved beside what is under way; the rest waits for room. Nothing holds its blocks, whose
+        generations tell whether they still have it then.
         """
-        room = (self._max_save_bytes - self._num_save_bytes) // self._token_bytes  # tokens
-        num_fitting = bisect_right(list(accumulate(map(_tokens_of, new))), room)
-        if num_fitting == len(new):
-            return new
-        self.num_late_saves += len(new) - num_fitting
-        if not self._cut.is_plain:
-            return []
-        self._put_off[key] = new[num_fitting].start
-        return new[:num_fitting]
+        num_fitting = self._num_fitting(values)
+        fitting, rest = values[:num_fitting], values[num_fitting:]
+        self._num_fitted += sum(map(_tokens_of, fitting))
+        if rest and self._table is None:
+            self.num_late_saves += len(rest)
+        elif rest:
+            tables = [list(table) for table in confirmed.block_tables]
+            known = [self._generations(table) for table in tables]
+            self._wait_for_room(
+                _PutOff(msgspec.structs.replace(confirmed, block_tables=tables), known, rest, ended, is_checked)
+            )
+        return fitting
+
+    def _generations(self, table: Sequence[int]) -> Ids:
+        assert self._table is not None
+        return self._table.generations_of(np.maximum(as_ids(table), 0))
+
+    def _wait_for_room(self, late: "_PutOff") -> None:
+        """At the end of the queue, which is no longer than the pool."""
+        self._put_off.append(late)
+        self._saving.update(value.key for value in late.values)
+        self._num_put_off_tokens += sum(map(_tokens_of, late.values))
+        while self._num_put_off_tokens > self._max_put_off_tokens:
+            self._lose(self._put_off.popleft().values)
+
+    def _lose(self, values: Sequence[Value]) -> None:
+        """They are not saved: there was no room before their blocks had other content."""
+        self.num_late_saves += len(values)
+        self._leave_queue(values)
+
+    def _leave_queue(self, values: Sequence[Value]) -> None:
+        self._saving.difference_update(value.key for value in values)
+        self._num_put_off_tokens -= sum(map(_tokens_of, values))
+
+    def _save_put_off(self) -> list[StoreSave]:
+        """What there is room for now, of what is still in its blocks."""
+        saves: list[StoreSave] = []
+        while self.has_pending_work:
+            late = self._put_off.popleft()
+            tables = late.confirmed.block_tables
+            same = [self._generations(table) == known for table, known in zip(tables, late.generations, strict=True)]
+            size = self._block_size
+            there = [v for v in late.values if bool(same[v.group][v.start // size : -(-v.stop // size)].all())]
+            self._lose([value for value in late.values if value not in there] if len(there) < len(late.values) else [])
+            num_fitting = self._num_fitting(there)
+            fitting, rest = there[:num_fitting], there[num_fitting:]
+            if rest:
+                self._put_off.appendleft(late._replace(values=rest))
+            self._leave_queue(fitting)
+            if fitting:
+                new, check = ([], fitting) if late.is_checked else (fitting, [])
+                saves.append(self._make_save(late.confirmed, new, check, [], late.ended))
+        return saves
 
     def _are_known(self, confirmed: ConfirmedRange) -> bool:
         """Whether all of a request, which has one KV group, is stored already, as what was just loaded is."""
@@ -357,11 +427,15 @@ class StoreScheduler(SchedulerConnector):
         return self.lookups.ended([value.key for value in values], self._unix_time() + ENDS_SOON_S)
 
     def _split(
-        self, values: list[Value], ended: Collection[bytes], *, checks_all: bool
+        self, values: list[Value], ended: Collection[bytes], *, checks_all: bool, num_handed_over: int = 0
     ) -> tuple[list[Value], list[Value]]:
-        """Those that were never seen in the store, or are over, and those to be looked for: they may be there."""
+        """Those that were never seen in the store, or are over, and those to be looked for: they may be there.
+
+        Args:
+            num_handed_over: of the first tokens, who computed them has most likely saved them.
+        """
         keys = [value.key for value in values]
-        if self._saving.isdisjoint(keys) and self.lookups.has_seen_none(keys):
+        if self._saving.isdisjoint(keys) and self.lookups.has_seen_none(keys) and not num_handed_over:
             return values, []
         new: list[Value] = []
         check: list[Value] = []
@@ -371,7 +445,7 @@ class StoreScheduler(SchedulerConnector):
             elif is_known or value.key in self._saving:
                 if checks_all:
                     check.append(value)
-            elif self.lookups.was_known(value.key):
+            elif value.stop <= num_handed_over or self.lookups.was_known(value.key):
                 check.append(value)
             else:
                 new.append(value)
@@ -399,15 +473,16 @@ class StoreScheduler(SchedulerConnector):
         self._saving.update(keys)
         terms = confirmed.request.kv_terms
         ends_at = 0 if terms is None or terms.ttl_s is None else int(self._unix_time() + terms.ttl_s)
-        self._batches[batch] = _Batch([*new, *check], self._num_bytes(values), ends_at)
+        self._batches[batch] = _Batch([*new, *check], self._num_bytes([*values, *check]), ends_at)
         self._num_save_bytes += self._batches[batch].num_bytes
+        self._num_fitted = 0
         return StoreSave(
             key=key if confirmed.request.kv == "handoff" else batch,
             batch=batch,
             values=values,
             check=check,
             spans=[self._span(table, g, [*values, *check]) for g, table in enumerate(confirmed.block_tables)],
-            last=confirmed.last,
+            last=confirmed.last and confirmed.request.kv == "handoff",
             replaced=[*self.lookups.barred(keys), *ended],
             kv_terms=terms,
         )
@@ -427,8 +502,11 @@ class StoreScheduler(SchedulerConnector):
     def _drops(self, view: SchedulerView) -> list[StoreDrop]:
         """Hand-offs that are over: released, given up, or ended by their first token."""
         handed_off = {c.request.transfer_key for c in view.confirmed if c.last}
-        over = [*view.aborted, *(key for key in view.finished if key not in handed_off)]
-        return [StoreDrop(key, self._handoffs.pop(key)) for key in over if key in self._handoffs]
+        over = dict.fromkeys((key for key in view.finished if key not in handed_off), False)
+        over |= dict.fromkeys(view.aborted, True)
+        return [
+            StoreDrop(key, self._handoffs.pop(key), given_up) for key, given_up in over.items() if key in self._handoffs
+        ]
 
     def _look(
         self, waiting_keys: Sequence[Sequence[bytes]], waiting_terms: Sequence[KVTerms | None]
@@ -537,7 +615,11 @@ class StoreScheduler(SchedulerConnector):
         return self._news.take()
 
     def get_stats(self) -> Stats:
-        return {"": self.lookups.stats}
+        return {"": msgspec.structs.replace(self.lookups.stats, late_saves=self.num_late_saves)}
+
+    @property
+    def has_pending_work(self) -> bool:
+        return bool(self._put_off) and self._num_fitting(self._put_off[0].values[:1]) > 0
 
     @property
     def problem(self) -> str:

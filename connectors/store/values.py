@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import Literal, NamedTuple
 
@@ -47,16 +48,18 @@ class SealedValues:
         self._num_untold = 0
         self._log_limit = LogLimit(QUIET_S)
 
-    def put(self, slots: Sequence[Slot], kv_terms: KVTerms | None = None) -> None:
-        """Store values whose bodies are in their slots, on these terms. Raises what the store raises."""
+    def put(self, slots: Sequence[Slot], kv_terms: KVTerms | None = None, *, for_others: bool = False) -> None:
+        """Store values whose bodies are in their slots, on these terms. Raises what the store raises.
+
+        Args:
+            for_others: any other process can read them when this returns.
+        """
         terms = NO_TERMS if kv_terms is None else self._terms_now(kv_terms)
         for slot in slots:
             self._sealer.seal(slot.key, slot.view, terms.expires_at)
         items = [(slot.key, slot.view) for slot in slots]
-        if kv_terms is None:
-            self.store.put(items)
-        else:
-            self.store.put_on_terms(items, {slot.key: terms for slot in slots})
+        put = self.store.put_on_terms if for_others else self.store.keep
+        put(items, {} if kv_terms is None else {slot.key: terms for slot in slots})
 
     def _terms_now(self, kv_terms: KVTerms) -> Terms:
         """Of a value that is written now. Its end is rounded down to a second: nobody uses it for longer."""
@@ -173,13 +176,13 @@ class SealedValues:
         absent = {slot.key for slot in missed["absent"]}
         for each in self.store.parts().values() if part is None else [part]:
             try:
-                good, bad = self._sift(list(left.values()), use, each, kv_terms)
+                good, bad = self.store.ask_part(each, partial(self._sift, list(left.values()), use, each, kv_terms))
                 misfits |= absent.intersection(bad)
                 for key in good:
                     del left[key]
                 if bad:
                     self.store.forget(bad)
-                    each.delete(bad)
+                    self.store.ask_part(each, partial(each.delete, bad), writes=True)
             except StoreError as error:  # what nobody may use is a miss all the same
                 logger.debug("damaged or expired values stay in a part of the store: %s", error)
         return list(left.values()), len(misfits.intersection(left))

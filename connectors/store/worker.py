@@ -66,6 +66,10 @@ class _Read(NamedTuple):
     left: Sequence[int] = ()  # bytes from here to the load's end, by form; empty: there is nothing to choose
 
 
+_STAGING_BYTES = 4 << 20
+_VALUES_AT_ONCE = 8
+"""In a thread's buffer, of a store that answers one request for each: the way to it is long."""
+
 _Places = dict[bytes, list[memoryview]]
 """By a value's key, where in the pool its body belongs."""
 
@@ -146,7 +150,9 @@ class StoreWorker(TransferWorker):
         self._forms = Forms(self._pool, self._coder, self._cut.forms)
         sizes = self._forms.all_sizes(parts)
         largest = max(body_bytes(per_value) for body_bytes in sizes)
-        self._capacity = max(self._options.staging_bytes, largest)  # of a buffer, in bytes of bodies
+        at_once = _VALUES_AT_ONCE if self._values.store.asks_key_by_key else 1
+        wanted = self._options.staging_bytes or max(_STAGING_BYTES, at_once * largest)
+        self._capacity = max(wanted, largest)  # of a buffer, in bytes of bodies
         has_tiers = len(self._values.store.parts()) > 1  # operators' orders have a thread of their own
         threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead + has_tiers
         buffer_size = buffer_bytes(self._capacity, min(body_bytes(1) for body_bytes in sizes))
@@ -171,7 +177,10 @@ class StoreWorker(TransferWorker):
         for save in meta.saves:
             self._start_save(save, meta.earlier_steps or ON_HOST)
         for drop in meta.drops:
-            self.drop(drop.key, "send")
+            if drop.given_up:
+                self.drop(drop.key, "send")
+            else:
+                self.complete(drop.key, "send")
             if drop.tails:
                 keys = [key for tail in drop.tails for key in self._cut.own_keys(tail)]
                 name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])
@@ -207,8 +216,8 @@ class StoreWorker(TransferWorker):
             if len(whole) < len(save.values):  # in the lane in which they will be deleted
                 tails = [value for value in save.values if not self._cut.is_whole(value)]
                 tasks.append(Task(_Write(save, tails, False, after), self._save_lane(save.key)))
-        is_handoff = save.key != save.batch
-        self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
+        batch = save.batch if save.is_handoff else None
+        self.submit(save.key, "send", tasks, batch=batch, last=save.last or not save.is_handoff)
 
     def _chunks(self, values: Sequence[Value]) -> Iterator[Sequence[Value]]:
         """Values of one KV group that fill a buffer with all parts that this rank writes."""
@@ -260,7 +269,14 @@ class StoreWorker(TransferWorker):
             return results
         return results._replace(finished_sending={**results.finished_sending, **done})
 
+    def interrupt(self, job: Job) -> bool:
+        """At the end nothing waits for a store that does not answer."""
+        if self._stopping:
+            self._values.store.hang_up()
+        return True
+
     def shutdown(self) -> None:
+        self._values.store.hang_up()
         self._orders.close()
         super().shutdown()
 
@@ -443,10 +459,11 @@ class StoreWorker(TransferWorker):
         )
 
     def _write(self, job: Job, order: _Write) -> int:
-        values = order.values
+        values, is_handoff = order.values, order.save.is_handoff
         if order.check:
             keys = [key for value in values for key in self._cut.own_keys(value)]
-            there = set(compress(keys, self._values.store.contains_for_all(keys)))
+            look = self._values.store.contains_for_all if is_handoff else self._values.store.contains
+            there = set(compress(keys, look(keys)))
             values = [value for value in values if not there.issuperset(self._cut.own_keys(value))]
         num_bytes = 0
         for pieces in self._pieces(values, owned=True):
@@ -457,7 +474,7 @@ class StoreWorker(TransferWorker):
                 job.check()
                 if replaced := [slot.key for slot in slots if slot.value.key in order.save.replaced]:
                     self._values.store.delete(replaced)
-                self._values.put(slots, order.save.kv_terms)
+                self._values.put(slots, order.save.kv_terms, for_others=is_handoff)
                 num_bytes += sum(slot.data.nbytes for slot in slots)
         return num_bytes
 

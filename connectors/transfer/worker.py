@@ -199,6 +199,15 @@ class TransferWorker(WorkerConnector):
         self._notify_results()
         return transfer is not None
 
+    def complete(self, key: TransferKey, direction: Direction) -> None:
+        """No further batch comes: a transfer under way ends with what it has."""
+        with self._lock:
+            transfer = self._transfers.get((direction, key))
+            if transfer is not None:
+                transfer.complete = True
+                self._settle(transfer)
+        self._notify_results()
+
     def shutdown(self) -> None:
         """Stop all jobs and join the threads, for a bounded time. Idempotent."""
         with self._lock:

@@ -46,6 +46,11 @@ class CustomProcessors:
             self._slots[slot] = made
         return bool(made)
 
+    def refuse(self, slot: int, error: Exception) -> None:
+        """The request in `slot` fails when it draws: its parameters raised that."""
+        text = f"the sampling parameters cannot be served: {type(error).__name__}: {error}"
+        self._slots[slot] = StepFailure(InvalidRequest.code, text)
+
     def remove(self, slot: int) -> None:
         """Forget what `slot` holds. Idempotent."""
         self._slots.pop(slot, None)

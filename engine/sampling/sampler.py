@@ -71,7 +71,7 @@ class SamplingState:
         """`read`: from the logits' device, where the host needs something before the step ends."""
         self._read = read
         self.failures: Mapping[int, StepFailure] = {}
-        """Of the last `choose`, by row: whose logits processor failed. No token is chosen there."""
+        """Of the last `choose`, by row: whose parameters or logits processor failed. No token is chosen there."""
         self._custom = CustomProcessors(processors, read)
         self._vocab_size = vocab_size
         host.can_draw()  # now: a step must not need a file, which an engine without descriptors cannot open
@@ -83,15 +83,20 @@ class SamplingState:
         self._bad_words: dict[int, BadWords] = {}  # by slot
 
     def add(self, slot: int, request: NewRequest) -> None:
-        """Take a request's parameters into `slot`, replacing what was there.
-
-        Raises:
-            InvalidRequest: see `check_for_vocab`.
+        """Take a request's parameters into `slot`, replacing what was there. Where they cannot be served no token is
+        ever chosen: see `failures`.
         """
+        self.remove(slot)
+        try:
+            self._take(self._table[slot], slot, request)
+        except Exception as error:  # its own: the step has others
+            self.remove(slot)
+            self._custom.refuse(slot, error)
+            self._table[slot]["custom"] = self._table[slot]["looks_back"] = True
+
+    def _take(self, row: Any, slot: int, request: NewRequest) -> None:
         params = request.params
         check_for_vocab(params, self._vocab_size)
-        self.remove(slot)
-        row = self._table[slot]
         row["random"] = not params.greedy
         row["temperature"] = params.temperature
         row["top_k"] = max(params.top_k, 0)

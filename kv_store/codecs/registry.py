@@ -12,7 +12,7 @@ CODECS: Registry[Codec] = Registry(
         "int8": "pdkv.kv_store.codecs.int8:Int8Codec",
         "cachegen": "pdkv.kv_store.codecs.cachegen:CacheGenCodec",
     },
-    lambda: Codec,
+    "pdkv.kv_store.codecs.base:Codec",
 )
 
 

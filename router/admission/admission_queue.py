@@ -19,7 +19,7 @@ from pdkv.config import AdmissionConfig
 from pdkv.errors import Draining, PdkvError, RequestAborted, RequestTimeout, TooManyRequests
 from pdkv.router.admission.fair_queue import FairQueue, Turns, Waiting
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
-from pdkv.router.engines.books import expected_output
+from pdkv.router.engines.books import EXPECTED_OUTPUT, expected_output
 from pdkv.router.generations.request import GenerateRequest
 
 if TYPE_CHECKING:
@@ -120,8 +120,9 @@ class Admission:
         """Before a request is read, and again before it is worked on.
 
         Raises:
-            TooManyRequests: there is no place for even one choice.
+            TooManyRequests: there is no place for even one choice, or the tenant's tokens of this minute are used up.
         """
+        tenant.check_tokens()
         if not self._has_place(tenant, 1, 1):
             self._refuse()
 
@@ -277,8 +278,10 @@ class Visit:
         self._admission = admission
         self._num_held = 0
         self._held_tokens = 0
-        self._num_taken = 0  # tokens of the tenant's
+        self._num_taken = 0  # tokens that it was taken to cost in the queue
         self._num_used = 0
+        self._num_ahead = 0  # tokens of output that the tenant was charged for and that did not come yet
+        self._num_paid = 0.0  # tokens that the tenant was charged for
         self._streams = False
         self._closed = False
 
@@ -287,15 +290,17 @@ class Visit:
 
         Raises:
             TooManyRequests: it does not fit into the queue, or the tenant has as much as it may have.
+            InvalidRequest: it needs more than the tenant can ever have.
         """
         num_prompts, num_prompt_tokens = len(prompt_lengths), sum(prompt_lengths)
         num_choices = num_prompts * n
         if stream:
             self.tenant.enter_stream()
             self._streams = True
-        num_taken = num_prompt_tokens + num_choices * expected_output(max_tokens)
-        self.tenant.take_tokens(num_taken)
-        self._num_taken = num_taken
+        num_ahead = num_choices * (EXPECTED_OUTPUT if max_tokens is None else max_tokens)
+        self.tenant.take_tokens(num_prompt_tokens + num_ahead)
+        self._num_ahead, self._num_paid = num_ahead, num_prompt_tokens + num_ahead
+        self._num_taken = num_prompt_tokens + num_choices * expected_output(max_tokens)
         num_tokens = num_prompt_tokens + (num_choices - num_prompts) * HASH_BLOCK_SIZE
         self._admission.hold(self.tenant, num_choices, num_tokens)
         self._num_held, self._held_tokens = num_choices, num_tokens
@@ -320,6 +325,13 @@ class Visit:
             if not self._closed:
                 self._let_go(1, prompt_cost(request))
 
+    def came(self, num_tokens: int) -> None:
+        """Tokens of output came; those beyond what was charged ahead are charged now."""
+        self._num_ahead -= num_tokens
+        if self._num_ahead < 0:
+            self._num_paid += self.tenant.charge(-self._num_ahead)
+            self._num_ahead = 0
+
     def used(self, num_tokens: int) -> None:
         """What prompts and outputs came to in the end."""
         self._num_used = num_tokens
@@ -339,7 +351,7 @@ class Visit:
         self._let_go(self._num_held, self._held_tokens)
         if self._streams:
             self.tenant.leave_stream()
-        self.tenant.settle(self._num_taken, self._num_used)
+        self.tenant.settle(self._num_paid, self._num_used)
         if self._num_taken:
             share = min(self.num_charged / self._num_taken, 1.0)
             self._admission.settle(self, self._num_used - self._num_taken, share)

@@ -2,8 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -30,6 +31,10 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     kv_terms: KVTerms | None = None  # on which its KV is kept below the engines' own pools
 
 
+MAX_DEBT_MINUTES = 10
+"""What one request may ask for at most, in minutes of its key's tokens: so long is the key then locked out."""
+
+
 @dataclass(slots=True)
 class TokenBucket:
     """Tokens that may be used: as many as a minute brings are there at most, and a large request may borrow."""
@@ -38,18 +43,24 @@ class TokenBucket:
     tokens: float
     filled_at: float
 
-    def take(self, num_tokens: int, now: float) -> float:
-        """Use tokens, which may leave a debt; returns 0, or the seconds after which it can be tried again."""
+    def wait_s(self, num_tokens: int, now: float) -> float:
+        """Seconds after which so many may be used; 0: they may be now."""
         if not self.per_minute:
             return 0.0
         rate = self.per_minute / 60
         self.tokens = min(self.tokens + (now - self.filled_at) * rate, float(self.per_minute))
         self.filled_at = now
         wanted = min(num_tokens, self.per_minute)  # more than a minute's worth needs a full bucket
-        if self.tokens < wanted:
-            return (wanted - self.tokens) / rate
-        self.tokens -= num_tokens
-        return 0.0
+        return max(wanted - self.tokens, 0.0) / rate
+
+    def charge(self, num_tokens: int, now: float) -> float:
+        """Tokens were used that nothing was taken for. Returns how many are charged: a minute's is the debt at most."""
+        if not self.per_minute:
+            return 0.0
+        self.wait_s(0, now)  # fills it
+        charged = min(num_tokens, max(self.tokens + self.per_minute, 0.0))
+        self.tokens -= charged
+        return charged
 
 
 class Tenant:
@@ -63,6 +74,8 @@ class Tenant:
         self.pending_tokens = 0  # of their prompts
         self.num_refused = 0
         self.num_tokens = 0  # prompt and output of all requests that ended
+        self.digest = "" if name == ANONYMOUS else hashlib.sha256(name.encode()).hexdigest()[:16]
+        """Names it to engines, whose logs are to name no key."""
         self._clock = clock
         self._bucket = TokenBucket(grant.tokens_per_minute, float(grant.tokens_per_minute), clock())
         self.grant = grant
@@ -97,17 +110,37 @@ class Tenant:
         self.num_streams -= 1
         assert self.num_streams >= 0, "more streams left than came"
 
-    def take_tokens(self, num_tokens: int) -> None:
-        """Use tokens of this minute's. Raises TooManyRequests."""
-        wait_s = self._bucket.take(num_tokens, self._clock())
+    def check_tokens(self, num_tokens: int = 1) -> None:
+        """Whether it may use so many of this minute's. Raises TooManyRequests."""
+        wait_s = self._bucket.wait_s(num_tokens, self._clock())
         if wait_s:
             self._refuse(f"{_number_of(self.grant.tokens_per_minute, 'token')} a minute", wait_s)
 
-    def settle(self, num_taken: int, num_used: int) -> None:
-        """Fewer or more than were taken were used."""
+    def take_tokens(self, num_tokens: int) -> None:
+        """Use tokens of this minute's, and of the next ones' if it needs more than one brings.
+
+        Raises:
+            TooManyRequests: they are used up.
+            InvalidRequest: it needs more than MAX_DEBT_MINUTES bring.
+        """
+        per_minute = self.grant.tokens_per_minute
+        if per_minute and num_tokens > MAX_DEBT_MINUTES * per_minute:
+            raise InvalidRequest(
+                f"the prompts and max_tokens of all choices come to {num_tokens} tokens, more than {MAX_DEBT_MINUTES} "
+                f"minutes bring: {self._whose} may have at most {_number_of(per_minute, 'token')} a minute",
+                param="max_tokens",
+            )
+        self.check_tokens(num_tokens)
+        self._bucket.tokens -= num_tokens
+
+    def charge(self, num_tokens: int) -> float:
+        """Tokens came that nothing was taken for; returns how many are charged."""
+        return self._bucket.charge(num_tokens, self._clock())
+
+    def settle(self, num_charged: float, num_used: int) -> None:
+        """A request is over: what was charged and not used is given back."""
         self.num_tokens += num_used
-        if self._bucket.per_minute:
-            self._bucket.tokens += num_taken - num_used
+        self._bucket.tokens += max(num_charged - num_used, 0.0)
 
     def check_priority(self, priority: int) -> None:
         """Raises InvalidRequest for a more urgent one than it may ask for."""
@@ -125,12 +158,21 @@ class Tenant:
 
     def _refuse(self, limit: str, retry_after_s: float) -> None:
         self.num_refused += 1
-        whose = "clients without a key" if self.name == ANONYMOUS else f"the key {self.name!r}"
         seconds = math.ceil(max(retry_after_s, 1.0))
         raise TooManyRequests(
-            f"{whose} may have at most {limit}: try again in {seconds} s", retry_after_s=float(seconds)
+            f"{self._whose} may have at most {limit}: try again in {seconds} s", retry_after_s=float(seconds)
         )
+
+    @property
+    def _whose(self) -> str:
+        return "clients without a key" if self.name == ANONYMOUS else f"the key {self.name!r}"
 
 
 def _number_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def payer(scope: Mapping[str, Any]) -> str:
+    """Who shares what the router itself has, its memory and its threads: a key's tenant, else a client's address."""
+    tenant: Tenant | None = scope.get(TENANT)
+    return tenant.name if tenant is not None else (scope.get("client") or ("local",))[0]

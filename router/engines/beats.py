@@ -36,26 +36,26 @@ class BeatReader:
         on_beat: Callable[[Beat], None],
         key: ClusterKey | None = None,
     ) -> None:
-        """Raises zmq.ZMQError: there can be no such endpoint."""
+        """Raises zmq.ZMQError or OSError: there can be no such endpoint, or no descriptor is left."""
         self.num_dropped = 0  # what is no Beat of that incarnation
         self._epoch = epoch
         self._on_beat = on_beat
         self._loop = asyncio.get_running_loop()
         self._socket = socket = context.socket(zmq.SUB)
-        socket.linger = 0
-        socket.set_hwm(_MAX_UNREAD_BEATS)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BEAT_BYTES)
-        socket.subscribe(b"")
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
-        if key is not None:
-            key.present(socket)
         try:
+            socket.linger = 0
+            socket.set_hwm(_MAX_UNREAD_BEATS)
+            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BEAT_BYTES)
+            socket.subscribe(b"")
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+            if key is not None:
+                key.present(socket)
             socket.connect(endpoint)
-        except zmq.ZMQError:
+            self._fd = cast(int, socket.getsockopt(zmq.FD))
+            self._loop.add_reader(self._fd, self._read)
+        except (zmq.ZMQError, OSError):
             socket.close(linger=0)
             raise
-        self._fd = cast(int, socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._read)
         self._loop.call_soon(self._read)
 
     def close(self) -> None:

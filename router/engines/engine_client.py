@@ -141,6 +141,7 @@ class EngineClient:
         self._num_begun = 0  # frames that the engine has begun to handle
         self._unhandled: deque[_SentFrame] = deque()
         self._reconnect: asyncio.TimerHandle | None = None
+        self._resubscribe: asyncio.TimerHandle | None = None
 
     def connect(self, listener: EngineListener) -> None:
         """Begin, in the running event loop; the engine may come later. Returns at once."""
@@ -169,7 +170,20 @@ class EngineClient:
         self._shut(linger_ms=LAST_WORDS_MS if self.card is not None else 0)
 
     def _open(self) -> None:
+        """Begin to connect; where that fails, as it does without descriptors, try again later."""
         self._reconnect = None
+        try:
+            self._connect()
+        except (zmq.ZMQError, OSError) as error:
+            self._note_failure("connect to it", self.endpoint, error)
+            self._shut()
+            self._reconnect = self._loop.call_later(RECONNECT_S, self._open)
+
+    def _note_failure(self, what: str, endpoint: str, error: Exception) -> None:
+        if self._log_limit.passes():
+            logger.error("%s: cannot %s at %s, trying again: %s", self.name, what, endpoint, error)
+
+    def _connect(self) -> None:
         self._next_sent = self._next_received = self._num_begun = 0
         self._pieces, self._has_ended = None, False
         self._unhandled.clear()
@@ -202,13 +216,15 @@ class EngineClient:
         if self._beats is not None:
             self._beats.close()
             self._beats = None
-        if self._socket is None or self._monitor is None:
-            return
-        self._loop.remove_reader(_descriptor(self._socket))
-        self._loop.remove_reader(_descriptor(self._monitor))
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=linger_ms)
+        if self._resubscribe is not None:
+            self._resubscribe.cancel()
+        if self._monitor is not None:
+            self._loop.remove_reader(_descriptor(self._monitor))
+            self._monitor.close(linger=0)
+        if self._socket is not None:
+            self._loop.remove_reader(_descriptor(self._socket))
+            self._socket.disable_monitor()
+            self._socket.close(linger=linger_ms)
         self._socket = self._monitor = None
 
     def _lost(self, reason: str) -> None:
@@ -365,8 +381,9 @@ class EngineClient:
         endpoint = beats_endpoint(self.endpoint, card.beats)
         try:
             self._beats = BeatReader(self._context, endpoint, card.epoch, self._beat, self._key)
-        except zmq.ZMQError as error:
-            logger.error("%s: cannot subscribe to its heartbeat at %s: %s", self.name, endpoint, error)
+        except (zmq.ZMQError, OSError) as error:
+            self._note_failure("subscribe to its heartbeat", endpoint, error)
+            self._resubscribe = self._loop.call_later(RECONNECT_S, self._listen, card)
 
     def _beat(self, beat: Beat) -> None:
         if self._listener is not None:

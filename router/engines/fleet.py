@@ -11,7 +11,6 @@ import msgspec
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import Books
 from pdkv.router.engines.breakers import Breaker, PairBreakers, common_sides
-from pdkv.router.engines.foreign_marks import ForeignMarks
 from pdkv.router.engines.health import EngineHealth
 from pdkv.router.generations.request import Route
 from pdkv.router.routing.policies import EngineView, Side
@@ -25,9 +24,6 @@ EngineLife = Literal["starting", "ready", "dead"]
 
 ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
 """Hand-off orders by preference; decode_first is taken only where it is asked for."""
-
-MARK_TICKS = 30
-"""How long what another router says of an engine counts, unless it is said again."""
 
 
 @dataclass(slots=True)
@@ -191,7 +187,6 @@ class Fleet:
         self.pairs = PairBreakers()
         self.speeds = Speeds()
         self._foreign: frozenset[tuple[str, str]] = frozenset()  # ready engines that no KV can pass between
-        self.hearsay = ForeignMarks(MARK_TICKS)
 
     def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
         """Make an engine known that has yet to start."""
@@ -302,11 +297,10 @@ class Fleet:
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
         understood = [e for e in awake if not self._is_alone(e)] or awake
-        failing = self._failing_pairs(now)
+        failing = self.pairs.avoided(now)
         common = common_sides(failing)
         paired = [e for e in understood if not self._is_avoided(e, failing, common)] or understood
-        told = self.hearsay.engines(self.cards())
-        closed = [e for e in paired if e.breaker.passes(now) and e.name not in told] or paired
+        closed = [e for e in paired if e.breaker.passes(now)] or paired
         return [e.view(side) for e in closed]
 
     def can_lend(self, lender: str, borrower: str, avoided: Collection[tuple[str, str]]) -> bool:
@@ -321,10 +315,7 @@ class Fleet:
 
     def avoided_pairs(self, now: float) -> frozenset[tuple[str, str]]:
         """(prefill, decode) pairs that are passed over now."""
-        return self._failing_pairs(now) | self._foreign
-
-    def _failing_pairs(self, now: float) -> frozenset[tuple[str, str]]:
-        return self.pairs.avoided(now) | self.hearsay.pairs(self.cards())
+        return self.pairs.avoided(now) | self._foreign
 
     def _is_alone(self, engine: EngineState) -> bool:
         """Whether there are engines of the other role, and KV can pass to none of them."""
@@ -354,7 +345,6 @@ class Fleet:
         """TICK_S have passed; who speaks sets its own count back."""
         for engine in self.engines.values():
             engine.health.tick(engine.has_work)
-        self.hearsay.tick()
 
     @property
     def suspects(self) -> dict[str, str]:

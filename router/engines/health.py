@@ -114,11 +114,16 @@ class EngineHealth:
         return bool(self.suspicion) or (self.mute_ticks >= MUTE_TICKS and self.busy_s < LATE_S)
 
     @property
+    def late_s(self) -> float | None:
+        """How long its oldest step has taken, where that is far longer than it should."""
+        return self.busy_s + self.silent_for_s if self.busy_s > late_after_s(self.predicted_s) else None
+
+    @property
     def suspicion(self) -> str:
         """Why it seems to be stopped or stuck, for people: goes on behind the engine's name. Empty: it does not."""
         if self.silent:
             return f"has been silent for {self.silent_for_s:.1f} s"
-        if self.busy_s > late_after_s(self.predicted_s):
+        if self.late_s is not None:
             return f"has been at one step for {self.busy_s:.1f} s, which should take {self.predicted_s:.3g} s"
         if self.last_probe is not None and self.last_probe.fault:
             return f"failed its last probe: {self.last_probe.fault}"

@@ -21,11 +21,15 @@ STAY_TICKS = 30
 """How long a request that could not be moved is left where it is, unless other engines can take requests before."""
 
 
+HELD_UP_S = 60.0
+"""A grammar that seems to hold up an engine leaves it only then: no grammar takes as long, within its limits."""
+
+
 class Move(Protocol):
     """`Dispatcher.move`."""
 
-    def __call__(self, generation: Generation, reason: str, *, away_from: str) -> bool:
-        """Take a generation off an engine and go on on another one. False: it stays where it is."""
+    def __call__(self, generation: Generation, reason: str, *, away_from: str, alone: bool) -> bool:
+        """Take a generation off an engine and go on on another one, `alone` at first. False: it stays where it is."""
 
 
 class Mover:
@@ -75,14 +79,20 @@ class Mover:
             self._staying = {request_id: tick for request_id, tick in self._staying.items() if request_id in live}
 
     def _find_movable(
-        self, suspects: Collection[str], generations: Iterable[Generation], rooms: "_Rooms"
+        self, suspects: Collection[str], generations: Collection[Generation], rooms: "_Rooms"
     ) -> Iterator["_Stuck"]:
         """Those for which there is room. One that could not be moved before does not hold up the others."""
         most = {side: max((r.num_tokens for r in rooms[side]), default=0) for side in SIDES}
+        held_up = [name for name in suspects if (s := self._fleet.engines[name].health.late_s) and s < HELD_UP_S]
+        grammars = {n: {g.flow.request.params.grammar for g in generations if n in g.flow.engines} for n in held_up}
         for generation in generations:
             stuck = _find_stuck(generation, suspects)
             if stuck is None or any(most[side] < stuck.num_tokens for side in stuck.sides):
                 continue
+            if stuck.has_grammar and stuck.engine in grammars:
+                failures = generation.failures
+                if len(grammars[stuck.engine] - {None}) == 1 or (failures is not None and failures.is_suspect):
+                    continue  # it is why the engine is late, and would hold up the next one, too
             next_try = self._staying.get(stuck.request_id)
             if next_try is None:
                 yield stuck
@@ -95,7 +105,8 @@ class Mover:
         found = [_find_room(rooms[side], stuck.num_tokens) for side in stuck.sides]
         if None in found:
             return
-        if self._move(stuck.generation, reason, away_from=stuck.engine):
+        alone = stuck.has_grammar and self._fleet.engines[stuck.engine].health.late_s is not None
+        if self._move(stuck.generation, reason, away_from=stuck.engine, alone=alone):
             for room in {id(room): room for room in found if room is not None}.values():
                 room.take(stuck.num_tokens)
             self._allowance -= 1.0
@@ -113,6 +124,11 @@ class _Stuck(NamedTuple):
     engine: str
     sides: tuple[Side, ...]  # what the engine is to it, whatever role that has by now
     generation: Generation
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar of it may be why its engine is late."""
+        return self.generation.flow.request.params.grammar is not None
 
     @property
     def num_tokens(self) -> int:

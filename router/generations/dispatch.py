@@ -23,7 +23,6 @@ from pdkv.router.engines.fleet import ORDERS, Counters, EngineSnapshot, Fleet
 from pdkv.router.engines.health import TICK_S, HealthSnapshot, log_suspects
 from pdkv.router.engines.moves import Mover
 from pdkv.router.engines.probes import Prober, probe_request
-from pdkv.router.engines.shared_marks import SharedMarks, own_marks
 from pdkv.router.engines.views import describe_engine, describe_fleet, snapshot_engines, snapshot_health
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
@@ -92,7 +91,6 @@ class Dispatcher(Listener):
             prober=Prober(fleet, orders, health.probe_interval_s),
             clock=clock,
         )
-        self.shared_marks: SharedMarks | None = None
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._mover = Mover(fleet, self.move, take_over=limits.take_over)
         self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and so no candidate
@@ -169,8 +167,6 @@ class Dispatcher(Listener):
             self._place_parked_soon()
             self.on_room()
         now = self._clock()
-        if self.shared_marks is not None:
-            self.shared_marks.update(own_marks(self.fleet, now))
         if self.ready and (route := self.prober.due(now)) is not None:
             self._launch(self._holdings.of(probe_request(route)), route, now)
 
@@ -220,10 +216,12 @@ class Dispatcher(Listener):
 
         Raises:
             EngineUnavailable: none can take it now.
+            GrammarGivenUp: an engine gave its grammar up a moment ago.
         """
         if self._closed:
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
+        self.given_up.check(request.params.grammar, now)
         prompt = self._holdings.of(request)
         try:
             route = self._routes.choose(prompt, now, may_stay=True)
@@ -244,7 +242,7 @@ class Dispatcher(Listener):
         """Begin a generation on these engines."""
         request = prompt.request
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
-        generation = Generation(flow, self.abort, now)
+        generation = Generation(flow, self._apply, now)
         if route is not NOWHERE:
             generation.num_uncached = self._holdings.uncached_tokens(prompt, route.prefill, route.offer)
         loop = asyncio.get_running_loop()
@@ -255,12 +253,15 @@ class Dispatcher(Listener):
         self._apply(generation, flow.start(now))
         return generation
 
-    def move(self, generation: Generation, reason: str, *, away_from: str = "", spared: bool = False) -> bool:
+    def move(
+        self, generation: Generation, reason: str, *, away_from: str = "", spared: bool = False, alone: bool = False
+    ) -> bool:
         """Take a generation off an engine that lives, and go on on another one; it counts as a migration.
 
         Args:
             away_from: absent: the engine that decodes, or else the one that runs the prompt.
             spared: it counts for no limit: nothing is wrong with the engine, nor with the generation.
+            alone: it may be why the engine is late, and is tried alone on the next one.
 
         Returns:
             False: it stays where it is. It has ended, does not depend on that engine, has gone on elsewhere too often,
@@ -276,7 +277,7 @@ class Dispatcher(Listener):
         if spared:
             self.recovery.spare(generation)
         error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
-        with self.recovery.leaving(generation, engine):
+        with self.recovery.leaving(generation, engine, alone=alone):
             self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
         return True
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from pdkv.errors import (
     EngineGivenUp,
+    GrammarGivenUp,
     InvalidRequest,
     KVNotFound,
     MalformedMessage,
@@ -25,9 +27,11 @@ from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.engines.probes import Prober
 from pdkv.router.generations.changes import Changes
+from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.flow_state import FlowMessage, LenderMessage
 from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.given_up_grammars import GivenUpGrammars
 from pdkv.router.generations.loan import LOAN_TIMEOUT_S
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
@@ -35,7 +39,7 @@ from pdkv.router.generations.request_log import RequestLog
 from pdkv.router.generations.timeline import Delays
 from pdkv.wire.frames import key_of
 from pdkv.wire.lending import borrower_id, is_lent
-from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, RouterToEngine, Submit, Tokens
+from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Release, RouterToEngine, Submit, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,10 @@ engines.
 """
 
 TELLING_TIMEOUT_S = 5.0
-"""A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
+"""A deadline that passes sooner behind an engine's last word says more about the client than about the engine."""
+
+PROVEN_S = 5.0
+"""An engine where something went well within this time is not blamed for a request that another one failed, too."""
 
 
 class Driver:
@@ -74,12 +81,14 @@ class Driver:
         self.prober = prober
         self.changes = Changes()  # of engines, and of what they have to do; not told token by token
         self.delays = Delays()
+        self.given_up = GivenUpGrammars()
         self._placing = placing
         self._clock = clock
         self._backends: dict[str, Backend] = {}
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
         self._request_log = RequestLog()
+        self._cut: deque[str] = deque(maxlen=512)  # ids of what readers finished of late: more may come of it
         self._parked_are_due = False  # they are about to be looked at
         self._log_limit = LogLimit()
 
@@ -105,11 +114,6 @@ class Driver:
         """What is known of the generations of a client's, a generation's or a trace's id, as JSON-ready data."""
         return self._request_log.find(name, self._generations.values(), self._clock())
 
-    def abort(self, generation: Generation) -> None:
-        """Give a generation up. Idempotent."""
-        if not generation.flow.ended:
-            self._apply(generation, generation.flow.abort())
-
     def engines_changed(self) -> None:
         """What engines may be asked for is another than before."""
         self.changes.notify()
@@ -122,7 +126,7 @@ class Driver:
         """Hand tokens on. This is the hot path: nothing else changes with them."""
         generation = self._generations.get(message.request_id)
         if generation is None or not generation.flow.accepts(engine, message):
-            self.counters.dropped_messages += 1
+            self._drop(message.request_id)
             return
         flow = generation.flow
         if generation.timeline.first_token is None:
@@ -137,15 +141,20 @@ class Driver:
         for receiver, answer in sends:
             self._send(receiver, answer)
         failures = generation.failures
-        if failures is not None and failures.is_suspect and self.recovery.track(generation):
-            self._place_parked_soon()
+        if failures is not None:
+            if failures.doubted and len(flow.output_token_ids) > failures.doubted_at:  # another engine gets on with it
+                if (doubted := self.fleet.engines.get(failures.doubted)) is not None:
+                    doubted.breaker.failed(now)
+                failures.doubted = ""
+            if failures.is_suspect and self.recovery.track(generation):
+                self._place_parked_soon()
         generation.wake()
 
     def _handle_loan(self, engine: str, message: LenderMessage, now: float) -> None:
         """A lender says something about what it was asked for, or has lent."""
         generation = self._generations.get(borrower_id(message.request_id))
         if generation is None or not generation.flow.accepts_loan(engine, message):
-            self.counters.dropped_messages += 1
+            self._drop(borrower_id(message.request_id))
             return
         flow = generation.flow
         is_answer = flow.loan.state == "asked"
@@ -183,7 +192,7 @@ class Driver:
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
         """Advance one generation."""
         if generation is None or not generation.flow.accepts(engine, message):
-            self.counters.dropped_messages += 1
+            self._drop(message.transfer_id if isinstance(message, Release) else message.request_id)
             return
         flow = generation.flow
         generation.timeline.heard(engine, message, flow, now)
@@ -194,6 +203,10 @@ class Driver:
         elif isinstance(message, Loaded):
             self._note_load(flow, engine, message, now)
         self._apply(generation, sends)
+
+    def _drop(self, name: str) -> None:
+        """A message is about what is over; that is remarkable unless the router has just finished it by itself."""
+        self.counters.dropped_messages += name not in self._cut
 
     def _note_prompt(self, generation: Generation) -> None:
         """Its prompt has been run: that is nobody's work any more."""
@@ -244,7 +257,7 @@ class Driver:
         if left_s > TIMER_SLACK_S and not generation.flow.ended:
             generation.timer = asyncio.get_running_loop().call_later(left_s, self._expire, generation)
         else:
-            self._apply(generation, generation.flow.expire(now))
+            self._apply(generation, generation.flow.expire(max(now, generation.expires_at)))  # it may ring early
 
     # --- effects --------------------------------------------------------------------------------------------------
 
@@ -262,7 +275,7 @@ class Driver:
         flow = generation.flow
         self._send_all(sends)
         if flow.failure is not None and flow.request_id in self._generations:
-            self._blame(flow)
+            self._blame(generation)
             self._send_all(self.recovery.after_failure(generation))
         if flow.awaits_route or flow.awaits_decode:
             self._send_all(self._placing.place(generation))
@@ -291,21 +304,26 @@ class Driver:
             generation.wake()
             self._forget(generation)
 
-    def _blame(self, flow: RequestFlow) -> None:
+    def _blame(self, generation: Generation) -> None:
         """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
-        name, now = flow.failed_engine, self._clock()
+        flow, now = generation.flow, self._clock()
+        name, failures = flow.failed_engine, generation.failures
         if flow.request.probe or name is None or not self.fleet.is_ready(name):
             return
         engine = self.fleet.engines[name]
         if isinstance(flow.failure, RequestTimeout):
             evident = engine.health.explains_timeout()
-            if flow.request.patience_s < TELLING_TIMEOUT_S and not evident:
+            if not (evident or generation.is_overdue(now, TELLING_TIMEOUT_S)):
                 return
             if flow.awaits_kv and not evident:  # which of the two was too slow?
                 self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
                 return
         elif not flow.retryable or isinstance(flow.failure, EngineGivenUp | ServerBusy):
             return
+        elif is_final(flow.failure):
+            is_second = failures is not None and failures.doubted
+            if not is_second or now - engine.health.last_good < PROVEN_S:
+                return
         engine.breaker.failed(now)
 
     def _enter(self, generation: Generation) -> None:
@@ -330,13 +348,18 @@ class Driver:
         self._request_log.ended(generation)
         if flow.failure is None:
             counters.finished += 1
+            if flow.is_cut:
+                self._cut.extend((flow.request_id, flow.transfer_id))
             self.delays.finished(generation.timeline)
             for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
-                self.fleet.engines[name].succeeded(self._clock())
+                if name != flow.route.decode or not flow.is_new_on(name):
+                    self.fleet.engines[name].succeeded(self._clock())
         elif isinstance(flow.failure, RequestAborted):
             counters.aborted += 1
         else:
             counters.failed[flow.failure.code] += 1
+            if isinstance(flow.failure, GrammarGivenUp) and flow.request.params.grammar is not None:
+                self.given_up.add(flow.request.params.grammar, flow.failure, self._clock())
 
     def _place_parked_soon(self) -> None:
         """An engine came, or came free: those that wait are looked at in order, in a turn of their own."""
@@ -374,6 +397,7 @@ class Driver:
         elif isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
             now = self._clock()
             self.fleet.begin_trial(engine, generation.flow.route, now)
+            generation.asked_at = now
             generation.timeline.sent(engine, message, now)
         try:
             self._backends[engine].send(message)

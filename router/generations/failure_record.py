@@ -1,11 +1,17 @@
 """What has gone wrong for one generation so far."""
 
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
-from pdkv.errors import PdkvError
+from pdkv.errors import PdkvError, RequestFailed
 
 TOKENS_TO_CLEAR = 2
 """New tokens after which a suspect is none any more: one may be prefill's, the other is decode's."""
+
+
+def is_final(error: PdkvError | None) -> TypeGuard[RequestFailed]:
+    """Whether an engine says that another one would fail the request, too. It is not believed of one engine alone."""
+    return isinstance(error, RequestFailed) and not error.retryable
 
 
 @dataclass(slots=True)
@@ -15,6 +21,8 @@ class FailureRecord:
     failed: dict[str, str] = field(default_factory=dict)  # engine -> epoch of the incarnation that failed it last
     left: dict[str, str] = field(default_factory=dict)  # the same of those that it was moved off
     leaving: str = ""  # the engine that it is being moved off
+    doubted: str = ""  # the engine whose final failure no other one has confirmed or contradicted
+    doubted_at: int = 0  # output tokens at that failure
     num_retries: int = 0
     num_migrations: int = 0
     num_deaths: int = 0  # engines that died while they ran it, among others

@@ -166,12 +166,12 @@ class RequestFlow(FlowState):
         route = self.route
         if self.ended:
             if engine == route.prefill:  # whoever goes on with it must not go back there
-                self.prefill, self._released, self._prefill_gone = "done", True, True
+                self.prefill, self._released, self.prefill_gone = "done", True, True
             return _NOTHING
         if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):
             # Its part was over. Decode finds out about the KV by its peers, but only a prefill engine that writes into
             # decode's blocks can say that nothing will come any more, and it cannot say so now.
-            self.prefill, self._released, self._prefill_gone = "done", True, True
+            self.prefill, self._released, self.prefill_gone = "done", True, True
             return self._never() if self._ticket is not None else _NOTHING
         if engine == route.prefill:
             self.prefill, self._released = "done", True
@@ -180,8 +180,15 @@ class RequestFlow(FlowState):
         error = EngineDied(f"engine {engine} died", request_id=self.request_id, retryable=True)
         return self.fail(error, retryable=True, engine=engine)
 
+    def finish(self) -> Sends:
+        """The client has all that it wants: a stop string, or a tool call, has ended its text. Idempotent."""
+        if self.ended:
+            return _NOTHING
+        self.finish_reason, self.is_cut = "stop", True
+        return self._close()
+
     def abort(self) -> Sends:
-        """The client gave up, or has all it wants. Idempotent."""
+        """The client gave up. Idempotent."""
         return self.fail(RequestAborted("the request was aborted", request_id=self.request_id))
 
     def expire(self, now: float) -> Sends:
@@ -198,7 +205,8 @@ class RequestFlow(FlowState):
     def fail(self, error: PdkvError, *, retryable: bool = False, engine: str | None = None) -> Sends:
         """End the generation with an error, by the fault of `engine` if one is named. Idempotent.
 
-        If it is retryable, the driver says next whether and how it goes on.
+        If it is retryable, the driver says next whether and how it goes on: also if the engine calls it final, since
+        that may be its own fault.
         """
         if self.ended:
             return _NOTHING
@@ -211,7 +219,8 @@ class RequestFlow(FlowState):
         output = self.output
         fault = output.fault_of(message)
         if fault:
-            return self.fail(RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id), engine=engine)
+            error = RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id)
+            return self.fail(error, retryable=True, engine=engine)
         token_ids = output.add(message)
         if not token_ids:
             return _NOTHING
@@ -274,7 +283,7 @@ class RequestFlow(FlowState):
         if self.loan.state == "asked":
             return _NOTHING  # prefill gets the ticket with its Submit
         if message.ticket is not None:
-            if self._prefill_gone:
+            if self.prefill_gone:
                 return self._never()
             ticket = KVTicket(self.request_id, self.prefill_attempt, message.ticket, self._ticket_number)
             return [(self.route.prefill, ticket)]
@@ -298,7 +307,8 @@ class RequestFlow(FlowState):
         error = error_of(message)
         if isinstance(error, InvalidRequest):
             return self.fail(error)
-        return self.fail(error, retryable=message.retryable, engine=engine)
+        is_over = isinstance(error, RequestTimeout | RequestAborted)  # whatever another engine could do
+        return self.fail(error, retryable=message.retryable or not is_over, engine=engine)
 
     # --- parts ----------------------------------------------------------------------------------------------------
 

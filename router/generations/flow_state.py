@@ -49,6 +49,7 @@ class FlowState:
         self.sources: SourceCounts | None = None  # of that engine, as it said last
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
+        self.is_cut = False  # it was finished by its reader: engines may say more of it for a moment
         self.trial_tokens = 0  # new tokens that engines asked from now on let it get alone
         self._sources_known = False  # an earlier attempt brought tokens: the prompt's sources are what it said
         self._begin(route)
@@ -63,7 +64,7 @@ class FlowState:
         self._num_before_decode = 0  # tokens that did not come from the decode part
         self._recovered()
         self._released = False
-        self._prefill_gone = False
+        self.prefill_gone = False  # the prefill engine died after its part was over
         self._pushes = False  # an earlier decode part gave a ticket
         self._ticket: bytes | None = None
         self._ticket_number = 0  # of the ticket that came, or will come, last
@@ -171,11 +172,6 @@ class FlowState:
         """The engine that `reader` has its KV from, or will."""
         borrows = reader == self.route.prefill and not self.route.aggregated
         return self.loan.lender if borrows else self.route.prefill
-
-    @property
-    def prefill_gone(self) -> bool:
-        """Whether the prefill engine died after its part was over."""
-        return self._prefill_gone
 
     @property
     def awaits_kv(self) -> bool:

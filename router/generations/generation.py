@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pdkv.router.engines.books import Entry, kv_tokens
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.generations.failure_record import FailureRecord
-from pdkv.router.generations.flow import RequestFlow
+from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.request import Delta
 from pdkv.router.generations.timeline import Timeline
 from pdkv.wire.messages import SourceCounts
@@ -15,8 +15,8 @@ from pdkv.wire.messages import SourceCounts
 class Generation:
     """One running generation: an asynchronous iterator of deltas, for one reader."""
 
-    def __init__(self, flow: RequestFlow, on_abort: Callable[["Generation"], None], began: float = 0.0) -> None:
-        """`began`: now, by the dispatcher's clock."""
+    def __init__(self, flow: RequestFlow, on_end: Callable[["Generation", Sends], None], began: float = 0.0) -> None:
+        """`on_end` gets what is to be sent when the reader ends it; `began`: now, by the dispatcher's clock."""
         self.flow = flow
         self.timeline = Timeline(began)
         self.entries: list[Entry] = []  # in the books of the engines that it is under way on
@@ -24,9 +24,10 @@ class Generation:
         self.has_lossy_store = False  # an engine of it keeps KV in a codec with errors
         self.prompt_run_in = -1  # the last attempt in which the prompt was run
         self.loan_asked_at = began  # of the lender that was asked last
+        self.asked_at = began  # when an engine got a part of it last
         self.timer: asyncio.TimerHandle | None = None
         self.failures: FailureRecord | None = None  # what has gone wrong so far
-        self._on_abort = on_abort
+        self._on_end = on_end
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = True
         self._pauses = False  # there is more, for another turn of the event loop
@@ -87,6 +88,12 @@ class Generation:
         """When its time is up, if no token comes before, by the dispatcher's clock."""
         return min(self.flow.deadline, self._last_token_at + self.flow.request.stall_timeout_s)
 
+    def is_overdue(self, now: float, least_s: float) -> bool:
+        """Whether nothing came from the engine that was asked last for so long, and for five usual gaps."""
+        first, num_gaps = self.timeline.first_token, len(self.flow.output_token_ids) - 1
+        gap_s = (self._last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
+        return now - max(self._last_token_at, self.asked_at) >= max(least_s, 5 * gap_s)
+
     def enter(self, fleet: Fleet) -> None:
         """Enter it in the books of the engines that it is under way on, and of no other."""
         flow = self.flow
@@ -106,7 +113,13 @@ class Generation:
 
     def abort(self) -> None:
         """Give the generation up on all engines. Idempotent, and harmless after the end."""
-        self._on_abort(self)
+        if not self.flow.ended:
+            self._on_end(self, self.flow.abort())
+
+    def finish(self) -> None:
+        """The reader has all that it wants: the engines stop, and what they did went well. Idempotent, as `abort`."""
+        if not self.flow.ended:
+            self._on_end(self, self.flow.finish())
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self

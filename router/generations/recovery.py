@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pdkv.config import RecoveryConfig
 from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError
 from pdkv.router.engines.fleet import Counters, Fleet
-from pdkv.router.generations.failure_record import FailureRecord
+from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.trials import Trials
@@ -55,9 +55,14 @@ class Recovery:
         self._failures_of(generation).spared = True
 
     @contextmanager
-    def leaving(self, generation: Generation, engine: str) -> Iterator[None]:
-        """It is moved off an engine: it does not go back there now, nor while that is a suspect or draining."""
+    def leaving(self, generation: Generation, engine: str, *, alone: bool) -> Iterator[None]:
+        """It is moved off an engine: it does not go back there now, nor while that is a suspect or draining.
+
+        `alone`: it may be why that is late, which counts like a death: it is tried alone.
+        """
         failures = self._failures_of(generation)
+        if alone:
+            failures.suspect(len(generation.flow.output_token_ids))
         failures.leaving, failures.left[engine] = engine, self._epoch(engine)
         try:
             yield
@@ -92,8 +97,15 @@ class Recovery:
             if number >= most:
                 text = f"{number} engines died while they ran this request {how}; it is given up"
                 return KillsEngines(text, request_id=flow.request_id)
+        if is_final(flow.failure) and failures.doubted:
+            text = f"{flow.failure} (tried twice: on {failures.doubted} and on {flow.failed_engine})"
+            twice = type(flow.failure)(text, request_id=flow.request_id)
+            twice.code = flow.failure.code
+            return twice
         if not self.may_go_on(generation):
             return flow.failure
+        if is_final(flow.failure):
+            failures.doubted, failures.doubted_at = flow.failed_engine or "", len(flow.output_token_ids)
         migrates, spared = bool(flow.output_token_ids), failures.spared
         failures.num_migrations += migrates and not spared
         failures.num_retries += not (migrates or spared)
@@ -176,6 +188,8 @@ class Recovery:
     def may_wait(self, generation: Generation) -> bool:
         """Whether an engine that it needs may come: back, or free of another suspect."""
         failures = generation.failures or FailureRecord()
+        if is_final(failures.error):
+            return False  # what may be its own fault waits for no second engine
         sides: tuple[Side, ...] = ("decode",) if generation.flow.awaits_decode else ("prefill", "decode")
         found = [any(self._may_come(side, failures)) for side in sides]
         return any(found) if self.config.take_over else all(found)

@@ -145,10 +145,12 @@ class Delays:
         """A generation ended well."""
         if timeline.ended is None or timeline.first_token is None:
             return
-        queued_s = next((leg.queued_s for leg in timeline.legs if leg.part != "decode"), 0.0)
+        first = next((leg for leg in timeline.legs if leg.part != "decode"), None)
+        queued_s = first.queued_s if first is not None else 0.0
         prefill_s = max(timeline.first_token - timeline.began - queued_s, 0.0)
         decode_s = timeline.ended - timeline.first_token
-        self.queue.observe(queued_s)
+        if first is not None and first.outcome:  # else a stop string ended it before its engine said how long it waited
+            self.queue.observe(queued_s)
         self.prefill.observe(prefill_s)
         self.decode.observe(decode_s)
         self.inference.observe(prefill_s + decode_s)

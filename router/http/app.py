@@ -112,7 +112,7 @@ def create_app(
     )
     model = _model_provider(dispatcher, served)
     caches = CachePages(dispatcher, model, keys)
-    pool = TextPool(limits.max_queued_text, limits.max_body_bytes)
+    pool = TextPool()
     held = {
         "open_requests": lambda: drain.num_requests,
         "body_bytes": lambda: bodies.held,
@@ -186,10 +186,12 @@ def _generating(
             limits=shared.limits,
             intake=shared.intake,
             pool=pool,
+            answers=answers,
             tracer=instruments.tracer,
         )
         return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
 
+    answers = ByteBudget(shared.limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     completions = ReplyForms(ChunkEncoder, WholeCompletion)
     return [
         route("/v1/completions", "completions", completion, completions),
@@ -237,7 +239,7 @@ def _middleware(keys: KeyRing | None, access: AccessConfig) -> list[Middleware]:
 def body_budget(limits: HttpLimits) -> ByteBudget:
     """Of all bodies that are received or not yet tokenized."""
     memory = limits.max_body_memory
-    return ByteBudget(memory, "the bodies", largest=limits.max_body_bytes, unread=memory // 4)
+    return ByteBudget(memory, "the bodies (--max-body-memory)", largest=limits.max_body_bytes, unread=memory // 4)
 
 
 def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[], ServedModel]:

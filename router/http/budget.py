@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from pdkv.errors import ServerBusy
@@ -16,6 +16,7 @@ SMALL_BYTES = 64 * 1024
 class Held:
     """What one request holds of a budget."""
 
+    key: str = ""  # whose it is: such a one may hold as much as it leaves free; "": as much as there is
     expected: int = 0  # what it will come to at least, as far as that is known
     size: int = 0
     exempt: int = 0  # of that: held by the one that is exempt from the bound
@@ -31,31 +32,38 @@ class _Waiter:
     turn: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+_Queue = dict[str, deque[_Waiter]]
+"""Those who wait, by key; the key whose turn is next is the first."""
+
+
 class ByteBudget:
     """Bytes that are held now, over all requests. Safe to use from several threads.
 
+    A key holds at most as much as it leaves free (dynamic thresholds; Choudhury and Hahne, 1998), so that there is room
+    for the next one; those that wait get their turns by key, and in order within each.
     A request may take more while it holds some. So that requests which wait for each other's bytes get on, one at a
     time is *exempt*: the first that waited, until it lets go of all it has. Room for the largest is kept for it.
     """
 
     def __init__(self, limit: int, what: str, *, largest: int = 0, unread: int = 0) -> None:
-        """`what` the bytes are, for the error.
+        """`what` the bytes are, and the option that bounds them, for errors.
 
         Args:
             largest: what one request may come to, and be exempt with.
             unread: what may be here already of those that wait.
         """
-        self._limit = limit
-        self._what = what
+        self.limit = limit
+        self.what = what
         self._max_unread = unread
         spared = limit // 8
         self._bound_of_small = max(limit - largest - unread, spared)
         self._bound = self._bound_of_small - spared
         self._held = 0  # but for what is exempt
+        self._of_key: Counter[str] = Counter()  # of that; without keys that hold nothing
         self._exempt: Held | None = None
         self._unread = 0  # what is here already of those that wait
-        self._waiting: deque[_Waiter] = deque()
-        self._small_waiting: deque[_Waiter] = deque()
+        self._waiting: _Queue = {}
+        self._small_waiting: _Queue = {}
         self._lock = threading.Lock()
 
     @property
@@ -67,7 +75,7 @@ class ByteBudget:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for room."""
-        return len(self._waiting) + len(self._small_waiting)
+        return sum(len(waiting) for queue in (self._waiting, self._small_waiting) for waiting in queue.values())
 
     def take(self, holder: Held, size: int) -> None:
         """Hold `size` bytes more, now or not at all.
@@ -76,17 +84,18 @@ class ByteBudget:
             ServerBusy: there is no room for them.
         """
         if not self.try_take(holder, size):
-            raise self._busy()
+            raise self.busy()
 
     def try_take(self, holder: Held, size: int) -> bool:
-        """Hold `size` bytes more if that can be now, and nobody is before it."""
+        """Hold `size` bytes more if that can be now, and nothing is before it."""
         with self._lock:
+            queue = self._queue(holder, size)
             if holder.is_exempt:
                 holder.exempt += size
-            elif self._queue(holder, size) or not self._has_room(holder, size):
+            elif holder.key in queue or not self._has_room(holder, size) or self._is_behind(queue):
                 return False
             else:
-                self._held += size
+                self._hold(holder, size)
             holder.size += size
             return True
 
@@ -101,10 +110,10 @@ class ByteBudget:
         """
         with self._lock:
             if unread and self._unread + unread > self._max_unread:
-                raise self._busy()
+                raise self.busy()
             waiter = _Waiter(holder, size)
             queue = self._queue(holder, size)
-            queue.append(waiter)
+            queue.setdefault(holder.key, deque()).append(waiter)
             self._unread += unread
             self._let_in()
         try:
@@ -112,45 +121,76 @@ class ByteBudget:
         finally:
             with self._lock:
                 self._unread -= unread
-                if waiter in queue:
-                    queue.remove(waiter)
+                if waiter in queue.get(holder.key, ()):
+                    queue[holder.key].remove(waiter)
+                    if not queue[holder.key]:
+                        del queue[holder.key]
                     self._let_in()  # it may have kept others waiting
 
     def give(self, holder: Held) -> None:
         """Let go of all that it holds. Idempotent."""
         with self._lock:
-            self._held -= holder.size - holder.exempt
+            self._hold(holder, holder.exempt - holder.size)
             assert self._held >= 0, "more was given back than taken"
             holder.size = holder.exempt = 0
             if holder.is_exempt:
                 holder.is_exempt, self._exempt = False, None
             self._let_in()
 
-    def _queue(self, holder: Held, size: int) -> deque[_Waiter]:
+    def busy(self) -> ServerBusy:
+        """There is no room."""
+        return ServerBusy(f"{self.what} of all requests together exceed {self.limit} bytes: try again")
+
+    def _hold(self, holder: Held, size: int) -> None:
+        self._held += size
+        if holder.key:
+            self._of_key[holder.key] += size
+            if not self._of_key[holder.key]:
+                del self._of_key[holder.key]
+
+    def _queue(self, holder: Held, size: int) -> _Queue:
         return self._small_waiting if _is_small(holder, size) else self._waiting
 
+    def _room(self, holder: Held, size: int) -> int:
+        """Bytes that are free for such a request; negative where it has none."""
+        return (self._bound_of_small if _is_small(holder, size) else self._bound) - self._held - size
+
+    def _has_share(self, holder: Held, size: int) -> bool:
+        """Whether its key may hold so much; one that holds nothing may have what there is."""
+        own = self._of_key.get(holder.key, 0)
+        return not own or own + size <= self._room(holder, size)
+
     def _has_room(self, holder: Held, size: int) -> bool:
-        return self._held + size <= (self._bound_of_small if _is_small(holder, size) else self._bound)
+        return self._room(holder, size) >= 0 and self._has_share(holder, size)
+
+    def _is_behind(self, queue: _Queue) -> bool:
+        """Whether another key waits for room, and not only for what it holds itself."""
+        return any(self._has_share(waiting[0].holder, waiting[0].size) for waiting in queue.values())
 
     def _let_in(self) -> None:
-        """Whoever is next, while there is room."""
+        """Those that are next, while there is room."""
         for queue in (self._waiting, self._small_waiting):
-            while queue:
-                holder, size = queue[0].holder, queue[0].size
+            keys = list(queue)
+            for key in keys:
+                waiting = queue[key]
+                holder, size = waiting[0].holder, waiting[0].size
                 if self._has_room(holder, size):
-                    self._held += size
+                    self._hold(holder, size)
                 elif self._exempt is None:
                     self._exempt, holder.is_exempt = holder, True
                     holder.exempt = size
+                elif self._has_share(holder, size):
+                    break  # what comes later may be smaller: it must not pass for ever
                 else:
-                    break
+                    continue
                 holder.size += size
-                turn = queue.popleft().turn
+                turn = waiting.popleft().turn
+                del queue[key]
+                if waiting:  # its next turn comes behind the others'
+                    queue[key] = waiting
+                    keys.append(key)
                 with contextlib.suppress(RuntimeError):  # its loop has ended, and so has it
                     turn.get_loop().call_soon_threadsafe(_begin, turn)
-
-    def _busy(self) -> ServerBusy:
-        return ServerBusy(f"{self._what} of all requests together exceed {self._limit} bytes: try again")
 
 
 def _is_small(holder: Held, size: int) -> bool:

@@ -1,6 +1,5 @@
 """Messages of a conversation: their bounds, and the prompt that the model's chat template makes of them."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +9,10 @@ from pdkv.errors import InvalidRequest
 from pdkv.limits import MAX_MESSAGES
 from pdkv.router.http.body_size import Characters, check_size
 from pdkv.router.http.prompts import Prompt, Truncation, check_chars, encode
-from pdkv.router.http.protocol import ChatBody, Message, TokenizeChatBody, ToolCall
+from pdkv.router.http.protocol import ChatBody, Message, TokenizeChatBody
 from pdkv.router.http.served_model import Cancelled, ServedModel
+
+_SHOWN = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content")
 
 
 def read_conversation(
@@ -32,7 +33,7 @@ def read_conversation(
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     text = model.tokenizer.render_chat(
-        [_turn(message) for message in body.messages],
+        [_as_mapping(message) for message in body.messages],
         tools=body.tools or None,
         variables=variables,
         **_ending(body),
@@ -54,10 +55,6 @@ def _ending(body: ChatBody | TokenizeChatBody) -> dict[str, bool]:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt must not both be true", param="continue_final_message"
         )
-    if continues and not isinstance(body.messages[-1].content, str):
-        raise InvalidRequest(
-            "continue_final_message needs a text as the final message's content", param="continue_final_message"
-        )
     begins = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
     return {"add_generation_prompt": begins, "continue_final_message": continues}
 
@@ -73,12 +70,6 @@ def _check_messages(messages: Sequence[Message], model: ServedModel, *, truncate
             f"got {len(messages)} and {num_parts}",
             param="messages",
         )
-    for index, message in enumerate(messages):
-        if message.content is None and message.role != "assistant":
-            raise InvalidRequest(
-                f"messages[{index}].content is required: null, or none, is for an assistant's turn",
-                param=f"messages[{index}].content",
-            )
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
     check_size(Characters(",".join(text for text in calls if isinstance(text, str))))  # they are JSON, too
     if not truncated:
@@ -100,32 +91,8 @@ def _num_chars(message: Message) -> int:
     return num_chars
 
 
-def _turn(message: Message) -> dict[str, Any]:
-    """A turn as chat templates expect it, by vLLM's rules: parts joined by newlines, arguments of calls as objects."""
-    content = message.content
-    if content is None:
-        content = ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    turn: dict[str, Any] = {"role": message.role, "content": text}
-    if message.name is not None:
-        turn["name"] = message.name
-    if message.tool_call_id is not None:
-        turn["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        turn["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    thoughts = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if thoughts is not None:
-        turn["reasoning"] = turn["reasoning_content"] = thoughts
-    return turn
-
-
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    arguments: Any = call.function.arguments or {}
-    if isinstance(arguments, str):
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):  # else it is shown as the model once wrote it
-            arguments = msgspec.json.decode(arguments)
-    function = {"name": call.function.name, "arguments": arguments}
-    turn: dict[str, Any] = {"type": "function", "function": function}
-    if call.id is not None:
-        turn["id"] = call.id
-    return turn
+def _as_mapping(message: Message) -> dict[str, Any]:
+    """What a template may see of a message."""
+    values = {name: getattr(message, name) for name in _SHOWN}
+    shown: dict[str, Any] = msgspec.to_builtins(values)
+    return shown

@@ -133,6 +133,7 @@ class Choice:
             choice=self.index % self._job.n,
             cache_salt=self._job.cache_salt,
             kv_terms=self._job.kv_terms,
+            tenant=self._job.tenant,
             priority=self._job.priority,
             affinity=self._job.affinity,
             timeout_s=timeout_s,

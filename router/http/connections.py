@@ -18,7 +18,8 @@ _SLOW_BODY_S = 5.0
 _RESERVED = 32
 """Descriptors for everything else: engines that come back, files, a pipe or two."""
 
-_RESERVED_PER_ENGINE = 2
+_RESERVED_PER_ENGINE = 7
+"""A socket, its monitor and a subscription: 6.2 were counted."""
 
 
 class Connection(Protocol):

@@ -17,15 +17,16 @@ from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
 from pdkv.limits import clip
 from pdkv.router.admission.admission_queue import Admission, Visit
-from pdkv.router.admission.tenants import TENANT
+from pdkv.router.admission.tenants import TENANT, payer
 from pdkv.router.http.access_log import log_access, wants_access_lines
+from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.deadline import Deadline
 from pdkv.router.http.exchange import Exchange
 from pdkv.router.http.fanout import Fanout
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.metrics import Endpoint, Metrics, RequestMetrics
 from pdkv.router.http.openai import Job
-from pdkv.router.http.replies import ReplyForms, send_reply
+from pdkv.router.http.replies import ReplyForms, bytes_per_token, send_reply
 from pdkv.router.http.request_body import Disconnected
 from pdkv.router.http.request_report import RequestReport
 from pdkv.router.http.responses import error_status
@@ -59,9 +60,10 @@ class GenerateEndpoint:
         limits: HttpLimits,
         intake: Intake,
         pool: TextPool,
+        answers: ByteBudget,
         tracer: Tracer | None = None,
     ) -> None:
-        """`intake`, `pool` and `tracer` are shared by the endpoints."""
+        """`intake`, `pool`, `answers` and `tracer` are shared by the endpoints."""
         self._name = name
         self._prepare = prepare
         self._forms = forms
@@ -71,6 +73,7 @@ class GenerateEndpoint:
         self._request_timeout_s = limits.request_timeout_s
         self._intake = intake
         self._pool = pool
+        self._answers = answers
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,6 +116,7 @@ class GenerateEndpoint:
         model = self._model()
         job, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
         try:
+            self._check_answer(job)
             job = self._admit(job, visit)
         except BaseException:
             gone.cancel()
@@ -131,7 +135,7 @@ class GenerateEndpoint:
         gone.add_done_callback(lambda _: fanout.abort())
         try:
             await fanout.begin()
-            await send_reply(self._forms, fanout, model, exchange, self._pool)
+            await send_reply(self._forms, fanout, model, exchange, self._pool, self._answers, payer(scope))
         except PdkvError as error:
             if fanout.aborted:
                 raise Disconnected from error
@@ -149,6 +153,18 @@ class GenerateEndpoint:
         )
         return "ok"
 
+    def _check_answer(self, job: Job) -> None:
+        """Whether an answer that is not streamed, and shows logprobs, may come to more than a client may ever hold."""
+        logprobs, num_tokens = job.params.logprobs, len(job.prompts) * job.n * (job.params.max_tokens or 0)
+        if job.stream or logprobs is None:
+            return
+        if num_tokens * bytes_per_token(logprobs) > self._answers.limit // 2:
+            raise InvalidRequest(
+                f"max_tokens: {num_tokens} tokens in all choices with {logprobs} + 1 logprobs each may take more than "
+                f"half of {self._answers.limit} bytes (--max-answer-memory): stream them, or ask for fewer",
+                param="max_tokens",
+            )
+
     def _admit(self, job: Job, visit: Visit) -> Job:
         """The request as its tenant may have it. Raises InvalidRequest and TooManyRequests."""
         tenant = visit.tenant
@@ -162,9 +178,9 @@ class GenerateEndpoint:
         lengths = [len(prompt.token_ids) for prompt in job.prompts]
         visit.hold(lengths, job.n, job.params.max_tokens, stream=job.stream)
         salt, terms = tenant.salted(job.cache_salt), tenant.grant.kv_terms
-        if salt == job.cache_salt and terms is None:
+        if not tenant.digest:
             return job
-        return msgspec.structs.replace(job, cache_salt=salt, kv_terms=terms)
+        return msgspec.structs.replace(job, cache_salt=salt, kv_terms=terms, tenant=tenant.digest)
 
     async def _receive_job(
         self,

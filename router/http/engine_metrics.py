@@ -47,6 +47,7 @@ _CONNECTOR_COUNTERS = {
     "loaded_bytes": "KV that came in, failed transfers included.",
     "failed_saves": "KV transfers out of the engine that failed.",
     "failed_loads": "KV transfers into the engine that failed.",
+    "late_saves": "Values that were not saved: too much was on its way before their blocks had other content.",
     "failed_lookups": "Questions to a store that failed: taken as misses.",
     "timeouts": "Saves, loads and lookups that were not over by their deadline.",
     "fallbacks": "Loads that another connector took over when this one's failed.",

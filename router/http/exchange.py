@@ -16,6 +16,9 @@ from pdkv.trace_context import TraceContext
 
 RawHeaders = list[tuple[bytes, bytes]]
 
+_PIECE_BYTES = 256 << 10
+"""Of an answer so much is given to its connection at a time."""
+
 MAX_LABEL = 256
 """Characters of a client's x-request-id."""
 
@@ -56,7 +59,12 @@ class Exchange:
         self, status: int, body: object, engines: tuple[str, str] = ("", ""), *, retry_after_s: float = 1.0
     ) -> None:
         """The whole response; `retry_after_s` is said with 429 and 503."""
-        data = msgspec.json.encode(body)
+        await self.send_whole(status, msgspec.json.encode(body), engines, retry_after_s=retry_after_s)
+
+    async def send_whole(
+        self, status: int, data: bytes, engines: tuple[str, str] = ("", ""), *, retry_after_s: float = 1.0
+    ) -> None:
+        """The same of JSON that is made; returns when its client has read it but for a piece."""
         headers = self._headers(b"application/json", engines)
         headers.append((b"content-length", b"%d" % len(data)))
         if status in (429, 503):
@@ -65,7 +73,9 @@ class Exchange:
             headers.append((b"connection", b"close"))
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send_body({"type": "http.response.body", "body": data})
+        for begin in range(0, len(data), _PIECE_BYTES):
+            end = begin + _PIECE_BYTES
+            await self._send_body({"type": "http.response.body", "body": data[begin:end], "more_body": end < len(data)})
 
     async def begin_events(self, engines: tuple[str, str], fail: Callable[[PdkvError], bytes]) -> None:
         """The head of a stream; `fail` makes its last events, should it fail."""

@@ -248,10 +248,11 @@ class Fanout:
         if arrivals and (waited_s := time.perf_counter() - arrivals[0]) > STALL_S:
             self._metrics.client_stall(waited_s)
         shown = choice.push(delta)
+        self._visit.came(len(shown.token_ids))
         if shown.finish_reason is not None:
             self._metrics.choice_ended(shown.finish_reason)
         if choice.finished and delta.finish_reason is None:
-            generation.abort()  # a stop string: the engines know nothing of it
+            generation.finish()  # a stop string, or a tool call: the engines know nothing of it
         return shown
 
     def _ended_early(self) -> RequestFailed:

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope
 
 from pdkv.config import HttpLimits
 from pdkv.errors import RequestAborted, RequestTimeout
+from pdkv.router.admission.tenants import payer
 from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.deadline import Deadline
 from pdkv.router.http.request_body import BodyReader, Disconnected
@@ -50,14 +51,15 @@ class Intake:
             ServerBusy: there was no room for it in time.
             Disconnected: the client is gone.
         """
-        with BodyReader(scope, receive, self._bodies, self._limits, deadline, request_id=request_id) as reader:
+        key = payer(scope)
+        with BodyReader(scope, receive, self._bodies, self._limits, deadline, request_id=request_id, key=key) as reader:
             body = await reader.read()
             on_body()
             gone = asyncio.create_task(_wait_until_gone(receive))
             try:
                 if len(body) <= INLINE_BYTES and (done := _prepare_inline(body, prepare)) is not None:
                     return done, gone
-                return await self._prepare_on_thread(body, prepare, gone, deadline, request_id), gone
+                return await self._prepare_on_thread(body, prepare, gone, deadline, request_id, key), gone
             except BaseException:
                 gone.cancel()
                 raise
@@ -69,9 +71,10 @@ class Intake:
         gone: "asyncio.Task[None]",
         deadline: Deadline,
         request_id: str,
+        key: str,
     ) -> T:
         """Given up when the client goes away or its deadline passes."""
-        work = asyncio.ensure_future(self._pool.run(len(body), functools.partial(prepare, body)))
+        work = asyncio.ensure_future(self._pool.run(len(body), functools.partial(prepare, body), key))
         try:
             await asyncio.wait({work, gone}, timeout=deadline.left_s, return_when=asyncio.FIRST_COMPLETED)
             if work.done():

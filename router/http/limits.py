@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 from pdkv.config import HttpLimits
 from pdkv.errors import ServerBusy
 from pdkv.limits import clip
+from pdkv.router.admission.tenants import payer
 from pdkv.router.http.budget import SMALL_BYTES, ByteBudget, Held
 from pdkv.router.http.connections import Connections
 from pdkv.router.http.paused_body import PAUSE_BODY, PausedBody
@@ -104,8 +105,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._num_unread = 0  # bytes that the client had to read when that timer was set
+        self._must_read = 0  # bytes that it has to have read when that rings, for the average
         self._num_dropped = 0
         self._paused: PausedBody | None = None  # the body that was kept waiting last
+        self._served: RequestResponseCycle | None = None  # begun last: those behind it wait for their turn
+        self._ahead: PausedBody | None = None  # watches a client of which nothing is read, since it has sent ahead
         self.underlying: asyncio.Transport | None = None  # what TLS writes to; set before the connection is made
 
     # --- the connection -------------------------------------------------------------------------------------------
@@ -114,6 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Admit it, or say that there are too many."""
         self._connection = transport
         super().connection_made(ResponseTransport(transport, self.end))
+        self._kept.key = payer({"client": self.client})
         self._room.opened(self)
         if self._room.admit():
             self._room.idle(self)
@@ -133,6 +138,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if isinstance(self.transport, ResponseTransport):
             self.transport.closed = True
         super().connection_lost(exc)
+        if self._served is not None and not self._served.response_complete:  # uvicorn tells the last one that came
+            self._served.disconnected = True
+            self._served.message_event.set()
+        self._served = None
 
     @property
     def num_unsent(self) -> int:
@@ -186,6 +195,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._linger_timer.cancel()
             self._linger_timer = None
         self._stop_watching_reader()
+        self._stop_watching_ahead()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -196,20 +206,26 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():  # else there is a little left to be read
             self._stop_watching_reader()
 
-    def _watch_reader(self) -> None:
-        """End the connection when its client reads nothing of what is there for as long as it may.
+    def _watch_reader(self, must_read: int = 0) -> None:
+        """End the connection when its client reads nothing of what is there for as long as it may, or too slowly.
 
+        It is slow if it is more than one such time behind what --min-send-rate makes of those that have passed.
         With TLS it has to say goodbye, too, when it has read everything.
         """
-        self._num_unread = self.num_unsent
-        parting = self.underlying is not None and self.transport.is_closing()
-        if (self._num_unread or parting) and self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(self._limits.send_timeout_s, self._check_reader)
+        if self._reader_timer is not None:
+            self._num_unread = max(self._num_unread, self.num_unsent)
+        else:
+            self._num_unread, self._must_read = self.num_unsent, must_read
+            parting = self.underlying is not None and self.transport.is_closing()
+            if self._num_unread or parting:
+                self._reader_timer = self.loop.call_later(self._limits.send_timeout_s, self._check_reader)
 
     def _check_reader(self) -> None:
         self._reader_timer = None
-        if self.num_unsent < self._num_unread:
-            self._watch_reader()
+        num_read = self._num_unread - self.num_unsent
+        if num_read > 0 and num_read >= self._must_read:
+            per_time = int(self._limits.min_send_rate * self._limits.send_timeout_s)
+            self._watch_reader(self._must_read - num_read + per_time)
         else:
             self.evict()
 
@@ -244,6 +260,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _parse(self, data: memoryview) -> None:
         """Feed the parser piece by piece: a check between two, and nothing behind a request that has to wait."""
+        drops = self._phase is _Phase.BODY and not self._responding
         while data and not self._deaf and not self.transport.is_closing():
             size = len(data) if self._phase is _Phase.BODY else PARSED_BYTES
             self._parse_piece(data[:size])
@@ -252,7 +269,12 @@ class LimitedProtocol(HttpToolsProtocol):
                 if data:
                     self._keep(bytes(data))
                 return
-        self._await_next(heard=True)
+        if drops and self._phase is _Phase.IDLE:
+            self._stop_header_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        self._await_next(heard=not drops)
 
     def _parse_piece(self, piece: memoryview) -> None:
         self._size.begin_piece()
@@ -302,6 +324,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self.on_message_complete()
         self._be_deaf()
 
+    @property
+    def _announced(self) -> int:
+        """Bytes that the body of the request being parsed has by its own word; 0: it does not say."""
+        return max((int(value) for name, value in self.headers if name == b"content-length"), default=0)
+
     def _length_of_body(self) -> bytes:
         """The header that says how long the body of the request being parsed is; empty: it has none."""
         for name, value in self.headers:
@@ -324,6 +351,17 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._rest += data
         self.flow.pause_reading()
+        self._watch_ahead()
+
+    def _watch_ahead(self) -> None:
+        """Nothing is read until a response is complete: a client that leaves before is to be noticed."""
+        if self._ahead is None:
+            self._ahead = PausedBody(self._connection, 0, lambda: None)
+
+    def _stop_watching_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.end()
+            self._ahead = None
 
     def _drop_rest(self) -> None:
         self._bodies.give(self._kept)
@@ -364,6 +402,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refusal is None:
             if self._responding:  # it waits for its turn
                 self._room.leave(self)
+                self._watch_ahead()
             else:
                 self._room.receiving(self)
             cast(dict[str, Any], self.scope)[PAUSE_BODY] = self._pause_body
@@ -373,6 +412,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """When it is the request's turn, behind those before it on this connection."""
         if isinstance(self.transport, ResponseTransport):
             self.transport.begin_response()
+        self._served = cycle
         start = functools.partial(super()._start_asgi_task, cycle, app)
         if cycle.scope["path"] in _URGENT_PATHS:
             start()
@@ -383,7 +423,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._size.add_body(len(body))
         if self._refusal is None:
             super().on_body(body)
-            if self._size.body_bytes > SMALL_BYTES:
+            if self._size.body_bytes > SMALL_BYTES and not self.cycle.response_complete:
                 self.flow.pause_reading()  # the application receives when there is room for more
 
     def _pause_body(self, on_left: Callable[[], None]) -> PausedBody:
@@ -409,6 +449,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def on_response_complete(self) -> None:
+        self._stop_watching_ahead()
         super().on_response_complete()
         if self._responding and self._phase is _Phase.BODY:
             self._room.receiving(self)  # the next request's turn has come before its body
@@ -418,14 +459,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_next()
 
     def _await_next(self, *, heard: bool = False) -> None:
-        """Where every request is answered: end with one whose body is not here, else wait for the next.
+        """Where every request is answered: wait for the rest of its body, which had better be short, or for the next.
 
-        Once a byte was `heard`, its headers have little time.
+        Once a byte was `heard`, its headers have little time; and so has the rest of a body.
         """
         if self._responding or self._rest or self.transport.is_closing():
             return
-        if self._phase is _Phase.BODY:
-            self.transport.close()  # what is still to come of it is no next request
+        if self._phase is _Phase.BODY:  # what is still to come of it is no next request: it is dropped
+            if max(self._announced, self._size.body_bytes) > self._limits.max_body_bytes:
+                self.transport.close()
+            else:
+                self._start_header_timer()
             return
         self._room.idle(self)
         if heard or self._phase is _Phase.HEADERS:

@@ -68,6 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     num_prompt_logprobs: int | None = None  # asked for by name; echo has its own way to show them
     cache_salt: str = ""
+    tenant: str = ""  # its digest; "": clients need no key
     kv_terms: KVTerms | None = None  # its tenant's; no client can ask for any
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran

@@ -4,7 +4,10 @@ import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from pdkv.errors import PdkvError
+import msgspec
+
+from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.router.http.budget import ByteBudget, Held
 from pdkv.router.http.choice import Choice, ChoiceDelta, TokenCounts
 from pdkv.router.http.exchange import Exchange
 from pdkv.router.http.fanout import Fanout
@@ -12,6 +15,9 @@ from pdkv.router.http.openai import Job
 from pdkv.router.http.request_body import Disconnected
 from pdkv.router.http.served_model import ServedModel
 from pdkv.router.http.text_pool import TextPool
+
+_AHEAD_BYTES = 16 << 10
+"""Memory for an answer is taken in such pieces, not for every token."""
 
 INLINE_LOGPROBS = 256
 """Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
@@ -67,13 +73,28 @@ class ReplyForms(NamedTuple):
     whole: Callable[[Asked], WholeReply]
 
 
-async def send_reply(forms: ReplyForms, fanout: Fanout, model: ServedModel, exchange: Exchange, pool: TextPool) -> None:
+async def send_reply(
+    forms: ReplyForms,
+    fanout: Fanout,
+    model: ServedModel,
+    exchange: Exchange,
+    pool: TextPool,
+    answers: ByteBudget,
+    key: str,
+) -> None:
     """Send what the request asked for, as it asked for it. Raises what `Fanout.take` raises, or Disconnected."""
     asked = Asked(fanout.job, fanout.choices, model, exchange.reply_id, exchange.created)
     if fanout.job.stream:
         await _stream(forms.events(asked), fanout, exchange, pool)
     else:
-        await _send_whole(forms.whole(asked), fanout, exchange, pool)
+        held = Held(key)
+        try:
+            data = await _whole(forms.whole(asked), fanout, pool, answers, held)
+            answers.give(held)
+            answers.try_take(held, len(data))  # less than its objects took
+            await exchange.send_whole(200, data, fanout.engines)
+        finally:
+            answers.give(held)
 
 
 async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, pool: TextPool) -> None:
@@ -113,12 +134,21 @@ def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
     return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
 
 
-async def _send_whole(whole: WholeReply, fanout: Fanout, exchange: Exchange, pool: TextPool) -> None:
-    """Everything at once, when the last choice is finished."""
+def bytes_per_token(logprobs: int | None) -> int:
+    """Memory that a token of a gathered answer takes, with its logprobs, at most."""
+    return 128 if logprobs is None else 128 + 256 * (logprobs + 1)
+
+
+async def _whole(whole: WholeReply, fanout: Fanout, pool: TextPool, answers: ByteBudget, held: Held) -> bytes:
+    """Everything at once, when the last choice is finished, as JSON."""
+    per_token, num_tokens = bytes_per_token(fanout.job.params.logprobs), 0
     while not fanout.finished:
         batch = fanout.take()
         for delta in batch:
             whole.add(delta)
+            num_tokens += len(delta.token_ids)
+        if num_tokens * per_token > held.size:
+            _hold(answers, held, num_tokens * per_token - held.size + _AHEAD_BYTES)
         if not batch:
             await fanout.news()
     inline = whole.num_logprobs <= INLINE_LOGPROBS
@@ -128,4 +158,15 @@ async def _send_whole(whole: WholeReply, fanout: Fanout, exchange: Exchange, poo
             raise Disconnected
         return make() if inline else await pool.encode(make)
 
-    await exchange.send_json(200, await whole.body(fanout.counts, work), fanout.engines)
+    return msgspec.json.encode(await whole.body(fanout.counts, work))
+
+
+def _hold(answers: ByteBudget, held: Held, size: int) -> None:
+    if answers.try_take(held, size):
+        return
+    if held.size < answers.limit // 4:
+        raise answers.busy()
+    raise InvalidRequest(
+        f"the answer takes more than {held.size} bytes of memory, and a client may hold as much as it leaves free of "
+        f"{answers.limit} (--max-answer-memory): stream it, or ask for fewer choices, tokens or logprobs"
+    )

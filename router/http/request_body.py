@@ -39,7 +39,9 @@ class BodyReader:
         limits: HttpLimits,
         deadline: Deadline,
         request_id: str,
+        key: str = "",
     ) -> None:
+        """`key`: whose share of the budget it takes."""
         self._headers = Headers(scope=scope)
         self._receive = receive
         self._pause: PauseBody | None = scope.pop(PAUSE_BODY, None)
@@ -47,7 +49,7 @@ class BodyReader:
         self._limits = limits
         self._deadline = deadline
         self._request_id = request_id
-        self._held = Held()
+        self._held = Held(key)
         self._size = 0  # of what was received
         self._may_wait_s = limits.body_timeout_s  # for room, all in all
         self._is_waiting = self._has_left = self._is_slow = False
@@ -166,7 +168,8 @@ class BodyReader:
             what = "there was no room for the body" if self._is_waiting else "the body did not arrive"
             return RequestTimeout(f"{what} within {timeout_s:g} s", request_id=self._request_id)
         if self._is_waiting:
-            return ServerBusy(f"there was no room for the body within {limit_s:g} s: try again")
+            where = f"{self._budget.what}, {self._budget.limit} bytes of which a client may hold what it leaves free"
+            return ServerBusy(f"there was no room for the body within {limit_s:g} s in {where}: try again")
         if self._is_slow:
             return InvalidRequest("the body came too slowly while others waited: send it faster", status=408)
         return InvalidRequest(f"the body did not arrive within {limit_s:g} s (--body-timeout-s)", status=408)

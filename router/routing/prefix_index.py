@@ -176,28 +176,16 @@ class PrefixIndex:
             found.update(dict.fromkeys(self._engines(alive), len(keys) * self.hash_block_size))
         return found
 
-    def match_one(self, engine: str, keys: Sequence[bytes]) -> int:
-        """Tokens of the longest prefix of `keys` that this engine holds."""
-        part, shards = self._parts.get(engine), self._shards
-        if part is None:
-            return 0
-        if part.num_needed:
-            return self._match_windows(keys, part.bit).get(engine, 0)
-        for num_keys, key in enumerate(keys):
-            if not shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0) & part.bit:
-                return num_keys * self.hash_block_size
-        return len(keys) * self.hash_block_size
-
     @property
     def _windowed(self) -> int:
         """Bits of engines that need only a prefix's end."""
         return sum(part.bit for part in self._parts.values() if part.num_needed)
 
-    def _match_windows(self, keys: Sequence[bytes], bits: int = -1) -> dict[str, int]:
-        """`match` for those of the engines with these bits that need only a prefix's end."""
+    def _match_windows(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """`match` for engines that need only a prefix's end."""
         by_needed: dict[int, int] = {}
         for part in self._parts.values():
-            if part.num_needed and part.bit & bits:
+            if part.num_needed:
                 by_needed[part.num_needed] = by_needed.get(part.num_needed, 0) | part.bit
         if not by_needed:
             return {}

@@ -146,17 +146,6 @@ class RouteChooser:
         sides = SIDES if self._take_over else (side,)
         return any(self.has_engine(side, now, without) for side in sides)
 
-    def choose_prefill(self, prompt: PromptKV, now: float, *, without: Collection[str] = ()) -> str:
-        """Who runs the prompt; for a choice after the first the engine that ran it before, as long as it may be asked.
-
-        Raises:
-            NoEngine: no engine is ready that runs prompts.
-        """
-        engines = self._candidates("prefill", now, without)
-        if not engines:
-            raise NoEngine("no prefill engine is ready")
-        return self._prefill_of(prompt, engines, now)
-
     def _prefill_of(self, prompt: PromptKV, engines: Sequence[EngineView], now: float) -> str:
         request = prompt.request
         self._num_prefill = len(engines)

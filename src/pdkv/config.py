@@ -290,9 +290,6 @@ class HttpLimits:
         size=True,
         ge=1,
     )
-    max_queued_text: int = option(
-        16 << 20, "request bodies in the tokenizer or in its queue; beyond it they wait for the queue", size=True, ge=1
-    )
     max_header_bytes: int = option(32 << 10, "size of a request line and headers; larger ones get 431", size=True, ge=1)
     max_headers: int = option(100, "number of headers of a request; more get 431", ge=1)
     max_url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", size=True, ge=1)
@@ -313,6 +310,19 @@ class HttpLimits:
     )
     send_timeout_s: float = seconds(
         30.0, "how long a client may read nothing of what is there for it: it is dropped, and what it asked for ends"
+    )
+    min_send_rate: int = option(
+        4 << 10,
+        "bytes a second that a client must read on the average of what is there for it, else it is dropped likewise",
+        size=True,
+        ge=0,
+    )
+    max_answer_memory: int = option(
+        128 << 20,
+        "memory of answers that are not streamed, until they are read, of which a client may hold as much as it leaves "
+        "free; beyond it requests fail",
+        size=True,
+        ge=1,
     )
 
     def __post_init__(self) -> None:
@@ -418,13 +428,6 @@ class HealthConfig:
 
     probe_interval_s: float = option(
         10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never", ge=0
-    )
-    redis: str = option(
-        "",
-        "redis:// URL (or @FILE that holds it) of a server through which several routers tell each other which "
-        "engines are suspect or failing; empty: none",
-        metavar="URL",
-        secret=True,
     )
 
     def __post_init__(self) -> None:

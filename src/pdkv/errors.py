@@ -43,6 +43,7 @@ PdkvError
         ├── StoreUnavailable it cannot be reached, or not any more
         ├── StoreTimeout     it did not answer in time
         ├── StoreFull        it has no room and may not evict
+        ├── StoreReadOnly    it can be read, and takes no writes now
         └── StoreUnable      it cannot do this at all
 """
 
@@ -75,7 +76,7 @@ class InvalidRequest(PdkvError):
 
 
 class GrammarGivenUp(InvalidRequest):
-    """A grammar took more time or memory than a grammar may; router and engines refuse it for a minute by its digest."""
+    """A grammar took more time or memory than it may; router and engines refuse it for a minute by its digest."""
 
     code = "grammar_given_up"
 
@@ -218,13 +219,13 @@ class RequestAborted(RequestFailed):
 
 
 class NonFiniteLogits(RequestFailed):
-    """The model computed NaN or infinity for the request; another engine would, too."""
+    """The model computed NaN or infinity for the request; on a second engine it did, too, if there is one."""
 
     code = "non_finite_logits"
 
 
 class LogitsProcessorFailed(RequestFailed):
-    """A logits processor raised, or returned what are no logits; on another engine it would, too."""
+    """A logits processor raised, or returned what are no logits; on a second engine it did, too, if there is one."""
 
     code = "logits_processor_failed"
 
@@ -334,6 +335,12 @@ class StoreFull(StoreError):
     """The store has no room and may not evict."""
 
     code = "store_full"
+
+
+class StoreReadOnly(StoreError):
+    """The store takes no writes now: a replica, one whose snapshots fail, one that this user may only read."""
+
+    code = "store_read_only"
 
 
 class StoreUnable(StoreError):

@@ -133,11 +133,6 @@ def check_processor_arguments(asked: Mapping[str, Any]) -> None:
     if not asked:
         return
     check_count("logits_processors", len(asked), MAX_LOGITS_PROCESSORS)
-    if not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in asked.items()):
-        raise InvalidRequest(
-            'logits_processors must be an object of objects, such as {"name": {"argument": 1}}',
-            param="logits_processors",
-        )
     try:
         size = len(msgspec.msgpack.encode(asked))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, Self, TypeVar
 from tqdm import tqdm
 
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
+from pdkv.errors import EngineUnavailable
 from pdkv.offline.chat_tools import ChatOptions, ToolChoice
 from pdkv.offline.engine import LocalEngine, read_config
 from pdkv.offline.generation import Generation, InFlight
@@ -81,7 +83,8 @@ class LLM:
 
     def set_peers(self, cards: Sequence[EngineCard]) -> None:
         """For connectors that read each other's memory (shared_memory): these LLMs are there, and no others."""
-        self._engine.send(Peers(list(cards)))
+        with self._engine.interrupts:
+            self._engine.send(Peers(list(cards)))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` takes where it is given none: the model's, of its generation_config.json, else vLLM's."""
@@ -106,6 +109,8 @@ class LLM:
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.
             RequestFailed: the engine failed on one of them; the others are given up.
+            EngineUnavailable: a step failed before, or the LLM was closed. The failed step raised its own error.
+            KeyboardInterrupt: Ctrl-C, between two steps: all prompts are given up, and the LLM can be used again.
         """
         return self._answer(self._requests.make, as_prompts(prompts), params, progress)
 
@@ -121,8 +126,9 @@ class LLM:
             make(prompt, p, str(next(self._request_ids)))
             for prompt, p in zip(prompts, as_params(params, len(prompts)), strict=True)
         ]
-        self._run(generations, progress)
-        self._engine.settle()
+        with self._engine.interrupts:
+            self._run(generations, progress)
+            self._engine.settle()
         return [generation.output() for generation in generations]
 
     def _run(self, generations: Sequence[Generation], progress: bool) -> None:
@@ -141,7 +147,8 @@ class LLM:
                             raise found.error
                     bar.update(in_flight.num_ended - before)
         finally:
-            in_flight.give_up_all()
+            with suppress(EngineUnavailable):  # they ended with it
+                in_flight.give_up_all()
 
     def chat(
         self,

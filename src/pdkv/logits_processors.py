@@ -67,11 +67,9 @@ class LogitsProcessor(ABC):
         """
 
 
-def _base() -> type[LogitsProcessor]:
-    return LogitsProcessor
-
-
-LOGITS_PROCESSORS: Registry[LogitsProcessor] = Registry("logits processor", "pdkv.logits_processors", {}, _base)
+LOGITS_PROCESSORS: Registry[LogitsProcessor] = Registry(
+    "logits processor", "pdkv.logits_processors", {}, f"{__name__}:LogitsProcessor"
+)
 
 
 def split_names(text: str | None) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Plug points by name: shipped classes in a table, third parties by entry point, or "module:Class" directly."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
@@ -18,7 +18,7 @@ class Registry(Generic[T]):
         kind: str,
         group: str,
         shipped: Mapping[str, str],
-        base: Callable[[], type[T]],
+        base: str,
         *,
         unknown: type[ConfigError] = ConfigError,
     ) -> None:
@@ -26,7 +26,7 @@ class Registry(Generic[T]):
         kind: what errors call one of them, such as "connector".
         group: the entry points of third parties.
         shipped: name -> "module:Class" of this distribution's own.
-        base: imports the class that all of them extend.
+        base: "module:Class" of what all of them extend.
         unknown: raised for a name that stands for nothing.
         """
         self.kind = kind
@@ -74,7 +74,7 @@ class Registry(Generic[T]):
             if isinstance(error, ModuleNotFoundError) and not _is_about(error, module):
                 raise  # the class exists; something that its module imports does not
             raise self._unknown(f"{self.kind} {name!r} ({target}) cannot be imported: {error}") from error
-        base = self._base()
+        base = EntryPoint("base", self._base, self.group).load()
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
             raise ConfigError(f"{self.kind} {name!r}: {target} is no subclass of {base.__name__}")
         return loaded

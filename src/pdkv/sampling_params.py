@@ -20,6 +20,7 @@ from pdkv.limits import (
     check_count,
     check_processor_arguments,
     check_stops,
+    clip,
 )
 
 MAX_LOGPROBS = 20
@@ -78,6 +79,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether the logits depend on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def checked(self) -> "SamplingParams":
+        """The same, with values of their fields' types; None is the default as in vLLM, and a text one stop string or
+        bad word. Raises InvalidRequest naming the first field of another type, or out of its range.
+        """
+        values: dict[str, Any] = {}
+        for field in _FIELDS:
+            value = getattr(self, field.name)
+            if value is field.default or (value is None and field.name in _NONE_IS_DEFAULT):
+                continue
+            one_text = isinstance(value, str) and field.name in ("stop", "bad_words")
+            values[field.name] = as_type((value,) if one_text else value, field.type, field.name)
+        params = SamplingParams(**values)
+        params.validate()
+        return params
+
     def validate(self) -> None:
         """Raise InvalidRequest naming the first field that is out of its range."""
         for name, accepts, expected in _RANGES:
@@ -87,11 +103,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
-            )
-        if self.output_kind not in [*RequestOutputKind]:
-            expected = ", ".join(RequestOutputKind)
-            raise InvalidRequest(
-                f"output_kind must be one of {expected}, got {self.output_kind!r}", param="output_kind"
             )
         check_stops(self.stop)
         check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
@@ -134,6 +145,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     param="bad_words",
                 )
 
+
+def as_type(value: Any, kind: Any, name: str) -> Any:
+    """A field's value, which must have that type, as in a body over HTTP; numbers may be numpy's.
+
+    Raises InvalidRequest naming field and value.
+    """
+    try:
+        return msgspec.convert(msgspec.to_builtins(value, enc_hook=_of_numpy), kind)
+    except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
+        choices = f", one of {', '.join(kind)} was expected" if kind is RequestOutputKind else ""
+        raise InvalidRequest(f"{name}={clip(repr(value))}: {error}{choices}", param=name) from None
+
+
+def _of_numpy(value: Any) -> Any:
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a value of type {type(value).__name__} is not expected")
+    return value.tolist()
+
+
+_FIELDS = msgspec.structs.fields(SamplingParams)
+_NONE_IS_DEFAULT = ("stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors")
 
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda v: v >= 0.0 and math.isfinite(v), "a finite number of at least 0"),

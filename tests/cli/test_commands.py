@@ -196,8 +196,8 @@ def test_a_password_in_the_url_of_redis_is_warned_of(
 ) -> None:
     monkeypatch.setattr("pdkv.launch.logs.configure_logging", lambda *_: None)
     monkeypatch.setattr(launcher, "launch", lambda _: 0)
-    assert run("launch", "--redis", "redis://:pw@host/0") == 0
-    assert "--redis redis://***@host/0: every user of this host can read the password" in caplog.text
+    assert run("launch", "--kv-store", "redis://:pw@host/0") == 0
+    assert "--kv-store redis://***@host/0: every user of this host can read the password" in caplog.text
 
 
 def test_the_defaults_are_the_dataclasses(tmp_path: Path) -> None:

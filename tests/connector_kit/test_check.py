@@ -66,6 +66,7 @@ BROKEN: Sequence[tuple[str, str]] = [
     ("inside:IgnoresTheAttempt", "attempts"),
     ("inside:LooksForItsOwnAttempt", "later_attempts"),
     ("inside:FreesAtTheDeadline", "quarantine"),
+    ("pushing:GivesBackWhatIsStillWritten", "quarantine"),
     ("shared:BlocksInMatch", "step_thread"),
     ("shared:PostsOnTheStepThread", "step_thread"),
     ("inside:KeepsADeadEpochsDescriptors", "restarted_peer"),
@@ -76,6 +77,12 @@ BROKEN: Sequence[tuple[str, str]] = [
     ("inside:TellsOneKeyForFourBlocks", "lower_tiers"),
 ]
 
+
+OPTIONS: Mapping[str, dict[str, str]] = {
+    "inside": {"transfer_timeout_s": "0.8"},
+    "shared": {"load_timeout_s": "2"},
+    "pushing": {"timeout_s": "4"},
+}
 
 SLOW_BROKEN = [pytest.param("shared:LeaksABufferOnAbort", "leaks", marks=pytest.mark.slow, id="LeaksABufferOnAbort")]
 """Its memory has to grow three times in a row."""
@@ -147,7 +154,8 @@ def test_the_whole_kit_passes_for_stores_in_servers(name: str, tmp_path: Path) -
     [*(pytest.param(*row, id=row[0].partition(":")[2]) for row in BROKEN), *SLOW_BROKEN],
 )
 def test_a_broken_connector_fails_in_the_case_that_is_meant(connector: str, case: str, zygote: Zygote) -> None:
-    options = {"transfer_timeout_s": "0.8"} if connector.startswith("inside") else {"load_timeout_s": "2"}
+    """F70, for one that writes into blocks which it has given back."""
+    options = OPTIONS[connector.partition(":")[0]]
     report = check(f"broken.{connector}", options=options, names=[case], quick=True, zygote=zygote)
     assert [(found.name, found.status) for found in report.cases] == [(case, "failed")]
     assert report.cases[0].detail

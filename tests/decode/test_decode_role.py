@@ -13,6 +13,7 @@ from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.peer.push_scheduler import PushTicket
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.engine.core import EngineCore
+from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -118,6 +119,17 @@ def test_only_what_is_missing_behind_the_own_hit_is_loaded(pull: Pair) -> None:
     (finished,) = of_type(pull.run(pull.decode), Finished)
     assert isinstance(finished, Finished)
     assert (finished.sources.local_hit, finished.sources.remote) == (8, 2)
+
+
+def test_a_stream_that_joins_behind_a_prompt_after_its_load_has_a_token_of_each_step(pull: Pair) -> None:
+    handoff, first = pull.hand_off(PROMPT)
+    pull.decode.scheduler.limits = SchedulerLimits(8, max_num_batched_tokens=8)
+    await_peer(pull, PROMPT, output_token_ids=first, handoff=handoff)
+    pull.decode.handle("r", submit(list(range(200, 240)), request_id="long", max_tokens=1), pull.now)
+    pull.decode.step(pull.now)
+    pull.deliver_all()
+    plan = pull.decode.scheduler.schedule(pull.now)
+    assert {share.key[0]: share.num_scheduled for share in plan.scheduled} == {"long": 7, "a": 1}
 
 
 def test_a_load_that_fails_is_recomputed_loudly(pull: Pair) -> None:

@@ -10,7 +10,7 @@ import pytest
 from deployments import Launch, Running
 from faults.replies import PROMPT, SAMPLED, STREAM, ask_all, check_kill
 from oracle import oracle
-from traffic import wait_for_rest
+from traffic import Answer, Ask, client_of, send_all, wait_for_rest
 
 WINDOW = 6
 NUM_OUTPUT = 16
@@ -89,3 +89,40 @@ def test_what_goes_wrong_is_said(
     assert text in error["message"]
     assert error["code"] == code
     assert deployment.complete([5, 6, 7], max_tokens=4).status_code == 200
+
+
+BROKEN_ON_ONE = """
+from pathlib import Path
+
+from pdkv.logits_processors import LogitsProcessor
+
+
+class Broken(LogitsProcessor):
+    def __init__(self, arguments, model):
+        pass
+
+    def is_argmax_invariant(self):
+        return False
+
+    def apply(self, logits, prompt, output):
+        if Path("/proc/self/comm").read_text().strip() == "pd prefill-0":
+            raise RuntimeError("this host has another library")
+        return logits
+"""
+
+
+def test_an_engine_that_fails_everything_costs_no_request(launch: Launch, tmp_path: Path) -> None:
+    """It said that another engine would fail them, too, was believed, and had a third of all requests for ever."""
+    (tmp_path / "broken.py").write_text(BROKEN_ON_ONE)
+    flags = ("--prefill", "3", "--decode", "1", "--logits-processors", "broken:Broken")
+    deployment = launch(*flags, environment={"PYTHONPATH": str(tmp_path)})
+    asks = [Ask([5 + i, *range(20, 40)], 4, fields={"logits_processors": {"broken:Broken": {}}}) for i in range(60)]
+
+    async def send() -> list[Answer]:
+        async with client_of(deployment) as client:
+            return await send_all(client, asks, at_once=6)
+
+    answers = asyncio.run(send())
+    assert [answer.error for answer in answers if answer.error is not None] == []
+    engines = deployment.get("/topology").json()["engines"]
+    assert [engine["name"] for engine in engines if engine["breaker"] != "closed"] == ["prefill-0"]

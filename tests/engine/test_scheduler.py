@@ -6,6 +6,7 @@ import pytest
 from engines import at_rest, make_core, output_of, run, submit
 from state_machine.standin import expected_tokens
 
+from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.wire.messages import Finished, Tokens
@@ -56,6 +57,50 @@ def test_priority_comes_before_arrival() -> None:
     core.handle("r", submit([101], request_id="sooner", priority=-1), 0.0)
     plan = core.scheduler.schedule(0.0)
     assert [share.key[0] for share in plan.scheduled] == ["sooner"]
+
+
+def shares(core: EngineCore) -> dict[str, int]:
+    """Make one step. Returns how many tokens it computed, by request."""
+    plan = core.scheduler.schedule(0.0)
+    core.finish_step(core.executor.execute(plan), 0.0)
+    return {share.key[0]: share.num_scheduled for share in plan.scheduled}
+
+
+def with_streams(*names: str, num_blocks: int = 64, **bounds: int) -> EngineCore:
+    """A core that decodes these requests."""
+    core = make_core(num_blocks=num_blocks, limits=limits(**bounds))
+    for index, name in enumerate(names):
+        core.handle("r", submit([100 + index], request_id=name, max_tokens=40), 0.0)
+    while len(core.scheduler.running) < len(names):
+        shares(core)
+    return core
+
+
+def test_a_more_urgent_prompt_leaves_a_token_of_each_step_for_every_stream_behind_it() -> None:
+    """F71."""
+    core = with_streams("a", "b", "c", max_num_batched_tokens=8)
+    core.handle("r", submit(list(range(200, 218)), request_id="urgent", priority=-1, max_tokens=9), 0.0)
+    assert shares(core) == {"a": 1, "b": 1, "c": 1, "urgent": 5}
+    assert shares(core) == {"urgent": 5, "a": 1, "b": 1, "c": 1}
+    assert shares(core) == {"urgent": 5, "a": 1, "b": 1, "c": 1}
+    assert shares(core) == {"urgent": 3, "a": 1, "b": 1, "c": 1}
+    assert shares(core) == {"urgent": 1, "a": 1, "b": 1, "c": 1}
+
+
+def test_several_urgent_prompts_leave_the_streams_tokens_to_them_too() -> None:
+    core = with_streams("a", "b", max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    for name in ("first", "second", "third"):
+        core.handle("r", submit(list(range(200, 240)), request_id=name, priority=-1), 0.0)
+    assert shares(core) == {"a": 1, "b": 1, "first": 4, "second": 2}
+    assert shares(core) == {"first": 4, "second": 2, "a": 1, "b": 1}
+
+
+def test_a_prompt_advances_although_the_streams_behind_it_need_the_whole_budget() -> None:
+    core = with_streams("a", "b", "c", max_num_batched_tokens=8)
+    core.handle("r", submit(list(range(200, 240)), request_id="urgent", priority=-1), 0.0)
+    shares(core)
+    core.scheduler.limits = limits(max_num_batched_tokens=3)
+    assert shares(core) == {"urgent": 1, "a": 1, "b": 1}
 
 
 def test_a_repeated_prompt_hits_all_but_its_last_block() -> None:

@@ -1,5 +1,6 @@
 """Values as files: damage, dead writers, full disks, several processes and the size bound."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -7,7 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,63 @@ def test_a_full_disk_is_told_and_shows_nothing_of_the_value(tmp_path: Path) -> N
     output, _ = start(FULL_WRITER, tmp_path).communicate(timeout=_WAIT_S)
     assert output.splitlines() == ["StoreFull [True, False]", "[True]"]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_no_call_waits_while_the_directory_is_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F67: a directory of 131,072 files on NFS is counted for minutes. What happens meanwhile counts all the same."""
+    store = bounded(tmp_path, 40)
+    put(store, *range(20))
+    begun, may_go_on, entries = threading.Event(), threading.Event(), store._directory.entries
+
+    @contextlib.contextmanager
+    def held_up() -> Iterator[Iterator[os.DirEntry[str]]]:
+        with entries() as found:
+            listed = list(found)
+            begun.set()
+            assert may_go_on.wait(_WAIT_S)
+            yield iter(listed)
+
+    monkeypatch.setattr(store._directory, "entries", held_up)
+    scan = threading.Thread(target=store._scan)
+    scan.start()
+    assert begun.wait(_WAIT_S)
+
+    def others() -> None:
+        assert get(store, 0)
+        store.delete([b"key1"])
+        put(store, 100)
+        store._scan()  # one at a time
+        done.set()
+
+    done = threading.Event()
+    calls = threading.Thread(target=others)
+    calls.start()
+    try:
+        assert done.wait(_WAIT_S), "a call waits for the count"
+    finally:
+        may_go_on.set()
+        scan.join(_WAIT_S)
+        calls.join(_WAIT_S)
+    names = [file_name(b"key%d" % number) for number in (*range(2, 20), 0, 100)]
+    assert list(store._sizes) == names
+    assert store._num_bytes == sum((tmp_path / name).stat().st_size for name in names)
+
+
+def test_a_count_that_fails_changes_nothing_and_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = bounded(tmp_path, 40), bounded(tmp_path, 40)
+    put(store, 1)
+    put(other, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._directory, "entries", failing)
+        with pytest.raises(OSError, match="not now"):
+            store._scan()
+    assert list(store._sizes) == [file_name(b"key1")]
+    store._scan()
+    assert list(store._sizes) == [file_name(b"key1"), file_name(b"key2")]
+
+
+def failing() -> None:
+    raise OSError("not now")
 
 
 def test_the_bound_holds_and_the_least_recently_used_goes(tmp_path: Path) -> None:

@@ -557,3 +557,29 @@ def test_a_segment_of_which_all_is_expected_still_takes_values(open_: Open) -> N
     assert len(own(store)) == room
     store.delete([key(0)])
     assert has(store, 0) == [False]
+
+
+def test_absent_keys_are_not_looked_for_in_each_segment(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F69: most buckets are empty, which one look at all of them tells."""
+    stores = [HostStore(directory, StoreOptions(capacity=16 << 20)) for _ in range(16)]
+    try:
+        for number, store in enumerate(stores):
+            store.put([(key(number), value(number))])
+        absent, looked_for = [b"absent %d" % number for number in range(2048)], []
+        find = Segment.find
+        monkeypatch.setattr(Segment, "find", lambda self, wanted: looked_for.append(wanted) or find(self, wanted))
+        assert stores[0].contains([*absent, *map(key, range(16))]) == [False] * 2048 + [True] * 16
+        assert len(looked_for) < 2048
+        assert stores[0].contains([]) == []
+    finally:
+        for store in stores:
+            store.close()
+
+
+def test_a_capacity_that_a_segment_does_not_have_is_said(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F68: its values are worth more than its size."""
+    for capacity, is_said in ((4 << 20, False), (4 << 20, False), (None, False), (8 << 20, True)):
+        caplog.clear()
+        with HostStore(directory, StoreOptions(capacity=capacity)) as store:
+            assert store.own_capacity == 4 << 20
+        assert ("capacity=8388608 is not taken" in caplog.text) == is_said

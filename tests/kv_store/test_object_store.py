@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+from bare_s3 import bare_s3
 from store_servers import s3_server
 
 from pdkv.errors import StoreUnavailable
@@ -130,3 +131,28 @@ def test_below_another_tier_a_bucket_is_asked_for_a_part_of_what_that_lacks(num_
         assert store.asks_key_by_key
         assert store.count_prefixes([keys])[0] == 100
         assert num_heads == [8]
+
+
+def test_values_of_large_models_are_read_eight_at_a_time() -> None:
+    """F65: a value of 64 tokens of an 8B model is a little larger than 8 MiB, which was all that could be under way."""
+    size, names = (8 << 20) + 64, [b"%d" % number for number in range(8)]
+    with bare_s3(reads_at_once=8) as server, open_store(server.url, {"operation_timeout_s": "60"}) as store:
+        for name in names:
+            store.put([(name, memoryview(name.ljust(size)))])
+        out = [memoryview(bytearray(size)) for _ in names]
+        assert store.get(names, out) == [True] * 8
+        assert all(buffer == name.ljust(size) for name, buffer in zip(names, out, strict=True))
+        assert server.most_reads == 8
+
+
+def test_a_server_without_conditional_puts_is_put_to_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    """F66: it answers 501 to the condition that an object is new. Said once; afterwards nothing is asked for twice."""
+    items = [(b"%d" % number, memoryview(b"value")) for number in range(20)]
+    with bare_s3(has_conditions=False) as server, open_store(server.url, {"operation_timeout_s": "60"}) as store:
+        store.put(items[:10])
+        refused = server.num_refused
+        store.put(items)
+        assert store.contains([key for key, _ in items]) == [True] * 20
+        assert len(server.objects) == 20
+        assert server.num_refused == refused > 0
+    assert caplog.text.count("without a condition") == 1

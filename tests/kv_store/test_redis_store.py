@@ -1,19 +1,24 @@
 """What is Redis's own: memory limits, times to live, passwords, errors in the middle of a batch."""
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import redis
 from no_descriptors import no_descriptors
 from store_servers import RedisServer
 
-from pdkv.errors import StoreError, StoreFull, StoreUnavailable
+from pdkv.connectors.store.url import StoreUrlConnector
+from pdkv.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.terms import Terms
 
 Open = Callable[..., KVStore]
 MIB = 1 << 20
+WAIT_S = 20.0
 
 
 def items(*names: bytes, size: int = MIB) -> list[tuple[bytes, memoryview]]:
@@ -145,3 +150,95 @@ def test_only_so_many_bytes_are_asked_for_at_a_time(redis_url: str, client: redi
     finally:
         client.config_set("client-output-buffer-limit", "normal 0 0 0")
         store.delete(names)
+
+
+def fail_over(address: Path, server: RedisServer) -> None:
+    """From now on new connections to the address lead to that server."""
+    address.unlink(missing_ok=True)
+    address.symlink_to(server.url.removeprefix("unix://"))
+
+
+@pytest.mark.parametrize("serves_stale", ["yes", "no"])
+def test_after_a_failover_the_next_call_is_the_new_masters(tmp_path: Path, open_: Open, serves_stale: str) -> None:
+    """F61: the old master keeps its connections. It answers READONLY to writes, or MASTERDOWN to everything."""
+    address = tmp_path / "redis"
+    with RedisServer() as old, RedisServer() as new:
+        fail_over(address, old)
+        store = open_(f"unix://{address}")
+        store.put(items(b"before", size=10))
+        with redis.Redis.from_url(old.url) as client:
+            client.config_set("replica-serve-stale-data", serves_stale)
+            client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        fail_over(address, new)
+        store.put(items(b"after", b"later", size=10))
+        assert get(store, b"after", b"later", size=10) == [True, True]
+        with redis.Redis.from_url(new.url) as client:
+            assert client.dbsize() == 2
+
+
+def test_idle_connections_to_a_server_that_does_not_answer_are_not_tried_one_after_the_other(
+    tmp_path: Path, open_: Open
+) -> None:
+    """F61: an old master that hangs costs one deadline, not one for each connection that there was."""
+    address = tmp_path / "redis"
+    with RedisServer() as old, RedisServer() as new:
+        fail_over(address, old)
+        store = open_(f"unix://{address}", operation_timeout_s="0.5")
+        pool = store._pool  # type: ignore[attr-defined]
+        pool.run(lambda outer: pool.run(lambda inner: None, store._deadline()), store._deadline())  # type: ignore[attr-defined]
+        assert len(pool._idle) == 2
+        with old.stopped():
+            fail_over(address, new)
+            with pytest.raises(StoreTimeout):
+                store.contains([b"a"])
+            assert not pool._idle
+
+
+def test_a_server_that_may_only_be_read_says_so_and_is_read(redis_url: str, client: redis.Redis, open_: Open) -> None:
+    """F62: nothing is wrong with what can be read there."""
+    open_(redis_url).put(items(b"there", size=10))
+    client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+get", "+exists")
+    reader = open_(redis_url.replace("://", "://reader:secret@"))
+    for refused in (lambda: reader.put(items(b"new", size=10)), lambda: reader.delete([b"there"])):
+        with pytest.raises(StoreReadOnly, match="NOPERM"):
+            refused()
+    assert get(reader, b"there", b"new", size=10) == [True, False]
+    client.execute_command("ACL", "SETUSER", "reader", "-get")
+    with pytest.raises(StoreUnavailable, match="NOPERM"):
+        get(reader, b"there", size=10)
+    client.execute_command("ACL", "DELUSER", "reader")
+    client.delete(b"pdkv:there")
+
+
+def test_a_replica_is_read_and_takes_no_writes(open_: Open) -> None:
+    with RedisServer() as server:
+        store = open_(server.url)
+        store.put(items(b"there", size=10))
+        with redis.Redis.from_url(server.url) as client:
+            client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        with pytest.raises(StoreReadOnly, match="READONLY"):
+            store.put(items(b"new", size=10))
+        assert get(store, b"there", size=10) == [True]
+
+
+@pytest.mark.parametrize("tiers", ["", "memory://above,"], ids=["alone", "behind_a_tier"])
+def test_a_node_of_a_cluster_is_named_at_the_start(tmp_path: Path, tiers: str) -> None:
+    """F63: each key that another node has failed, with the protocol's MOVED for all explanation."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/redis")
+        listener.listen()
+
+        def serve() -> None:
+            """As a node that has the slot of no key but one."""
+            connection, _ = listener.accept()
+            with connection:
+                while commands := connection.recv(4096).count(b"*"):
+                    answers = [b":0", *[b"-MOVED 3999 10.0.0.2:6379"] * (commands - 1)]
+                    connection.sendall(b"".join(b"%b\r\n" % answer for answer in answers[:commands]))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        problem = StoreUrlConnector.probe({"url": f"{tiers}unix://{tmp_path}/redis"})
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert "MOVED 3999 10.0.0.2:6379: a node of a Redis Cluster" in problem

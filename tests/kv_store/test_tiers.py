@@ -1,20 +1,23 @@
 """Several stores as one: what a slower one had, what a failing one costs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import redis
 from store_servers import RedisServer
+from traffic import wait_until_true
 
-from pdkv.errors import StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Held, Scattered
+from pdkv.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
+from pdkv.kv_store.base import Held, Item, Scattered
 from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.terms import NO_TERMS, Terms
+from pdkv.kv_store.tier import Rest
 from pdkv.kv_store.tiers import TieredStore
 
 SIZE = 1000
@@ -164,6 +167,7 @@ def test_a_tier_that_is_back_is_used_again(server: RedisServer, tmp_path: Path) 
         server.kill()
         store.put(items(b"a"))
         server.start()
+        wait_until_true(lambda: not store.problem, "a probe found it")
         store.put(items(b"b"))
         assert store.tiers[1].store.contains([b"a", b"b"]) == [False, True]
         assert store.tiers[1].failures == {"store_unavailable": 1}
@@ -172,8 +176,8 @@ def test_a_tier_that_is_back_is_used_again(server: RedisServer, tmp_path: Path) 
 def test_if_all_tiers_fail_the_error_is_told(server: RedisServer) -> None:
     options = StoreOptions(operation_timeout_s=0.2, connect_timeout_s=0.2)
     with TieredStore([RedisStore(server.url, options), RedisStore(server.url, options)]) as store, server.stopped():
-        for _ in range(2):  # also while all of them rest
-            with pytest.raises(StoreTimeout):
+        for error in (StoreTimeout, StoreUnavailable):  # the second time they rest, and nothing is waited for
+            with pytest.raises(error):
                 get(store, b"a")
     with TieredStore([RedisStore(server.url), RedisStore(server.url)]) as store:
         server.kill()
@@ -219,3 +223,80 @@ def test_reads_of_a_tier_are_measured_by_the_bytes_that_it_had(tiers: TieredStor
     reads = {name: tier.read for name, tier in tiers.count_tiers().items()}
     assert [read.num_bytes for read in reads.values()] == [0, 0, 2 * SIZE]
     assert all(read.seconds > 0 for read in reads.values())
+
+
+class Refusing(MemoryStore):
+    """A server whose writes fail with this error, and that counts them."""
+
+    medium = "store"
+    num_puts = 0
+
+    def __init__(self, name: str, error: StoreError) -> None:
+        super().__init__(name)
+        self.error = error
+
+    def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        self.num_puts += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [StoreReadOnly("a replica"), StoreFull("no room"), StoreTimeout("slow")])
+def test_a_tier_that_cannot_be_written_is_read(error: StoreError) -> None:
+    """And what would be sent in vain is not sent."""
+    name = f"unwritable-{error.code}"
+    with MemoryStore(name) as filler, TieredStore([Refusing(name, error)]) as store:
+        filler.put(items(b"a"))
+        refusing = store.tiers[0].store
+        assert isinstance(refusing, Refusing)
+        for code in (error.code, StoreUnavailable.code):
+            with pytest.raises(StoreError) as raised:
+                store.put(items(b"b"))
+            assert raised.value.code == code
+            assert get(store, b"a") == [True]
+        assert refusing.num_puts == 1
+        assert not store.problem
+
+
+def test_a_rest_doubles_until_a_call_succeeds() -> None:
+    rest, lasted = Rest(1.0), []
+    for _ in range(8):
+        rest.begin(now := rest.until)
+        rest.begin(now)  # beside the other one
+        lasted.append(rest.until - now)
+    assert lasted == [1, 2, 4, 8, 16, 32, 60, 60]
+    rest.succeeded()
+    rest.begin(now := rest.until)
+    assert rest.until - now == 1
+
+
+def test_a_silent_tier_is_hung_up_on(server: RedisServer) -> None:
+    """Whoever waits for it goes on at once, not at the call's deadline."""
+    options = StoreOptions(operation_timeout_s=300)
+    with TieredStore([MemoryStore("silent"), RedisStore(server.url, options)]) as store:
+        store.put(items(b"a"))
+        with server.stopped():
+            assert store.contains([b"a", b"b"]) == [True, False]
+            assert store.problem.startswith("1-redis does not answer: ")
+            assert store.contains([b"a", b"b"]) == [True, False]
+            store.keep(items(b"c"), {})
+        wait_until_true(lambda: not store.problem, "a probe found it")
+
+
+def test_what_is_kept_reaches_slower_tiers_behind_the_callers_back(server: RedisServer) -> None:
+    redis = RedisStore(server.url)
+    with TieredStore([MemoryStore("behind"), redis]) as store:
+        store.keep(items(*KEYS), {})
+        wait_until_true(lambda: redis.contains(KEYS) == [True] * 3, "it is in the slower tier")
+
+
+def test_what_a_hosts_own_memory_has_is_not_there_for_all(server: RedisServer, tmp_path: Path) -> None:
+    """Two hosts that share a Redis: it has evicted what one of them still has."""
+    redis = RedisStore(server.url)
+    with TieredStore([HostStore(tmp_path, StoreOptions(capacity=1 << 20)), redis], retry_after_s=1000) as store:
+        store.put(items(b"a"))
+        redis.delete([b"a"])
+        assert store.contains([b"a"]) == [True]
+        assert store.contains_for_all([b"a"]) == [False]
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            store.put(items(b"b"))

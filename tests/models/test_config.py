@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
+from deployments import write_tokenizer
 
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config import RopeScaling, load_model_config, resolve_max_model_len
+from pdkv.text import Tokenizer
 from tests.conftest import FAMILIES, HFModel
 
 LLAMA: dict[str, Any] = {
@@ -60,6 +63,61 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9, 100, -1]}))
     assert load_model_config(tmp_path).eos_token_ids == (7, 8, 9)  # the vocabulary has 100
+
+
+ADDED = {"258": {"content": "<|im_end|>", "special": True}}
+
+
+@pytest.mark.parametrize(
+    ("config", "older"),
+    [
+        ({"eos_token": "<|im_end|>"}, None),
+        ({"eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True}}, None),
+        ({"eos_token": "!"}, None),  # which is no added token
+        ({}, {"eos_token": "<|im_end|>"}),
+        ({"eos_token": "</s>"}, {"eos_token": {"content": "<|im_end|>"}}),
+        ({"eos_token": "</s>", "added_tokens_decoder": ADDED}, {"eos_token": "<|im_end|>"}),
+        ({"eos_token": None}, None),
+    ],
+)
+def test_the_tokenizers_end_token_counts_too_by_the_file_that_transformers_takes(
+    tmp_path: Path, config: dict[str, Any], older: dict[str, Any] | None
+) -> None:
+    """F51: finetunes of base models often name the token that ends their turns there alone."""
+    write(tmp_path, vocab_size=300)
+    write_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<|im_end|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if older is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token_id
+    expected = (7, 8) if theirs is None else (7, 8, theirs)
+    assert load_model_config(tmp_path).eos_token_ids == expected
+    assert Tokenizer.from_dir(tmp_path).special_tokens.get("eos_token") == (
+        None if theirs is None else backend.id_to_token(theirs)
+    )
+
+
+def test_an_end_token_of_a_unigram_tokenizer_is_found_by_its_place(tmp_path: Path) -> None:
+    write(tmp_path)
+    model = tokenizers.models.Unigram([("<unk>", 0.0), ("a", -1.0), ("<end>", -2.0)], unk_id=0)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    assert load_model_config(tmp_path).eos_token_ids == (7, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("tokenizer.json", '{"model": 5}'), ("tokenizer_config.json", '{"eos_token": 5}')]
+)
+def test_a_broken_tokenizer_is_named(tmp_path: Path, name: str, content: str) -> None:
+    write(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=r"tokenizer.json: broken|eos_token is 5"):
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deployments import write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_weights import CHANGES, WEIGHTS, Change, rewrite
@@ -93,10 +94,14 @@ def test_names_in_the_configuration_do_not_count(model_dir: Path) -> None:
     assert model_identity(model_dir) == before
 
 
-def test_stop_tokens_of_the_generation_config_count(model_dir: Path) -> None:
-    before = model_identity(model_dir, load_model_config(model_dir))
+def test_end_tokens_count_whichever_file_names_them(model_dir: Path) -> None:
+    write_tokenizer(model_dir)
+    identities = {model_identity(model_dir, load_model_config(model_dir))}
     (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9]}))
-    assert model_identity(model_dir, load_model_config(model_dir)) != before
+    identities.add(model_identity(model_dir, load_model_config(model_dir)))
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
+    identities.add(model_identity(model_dir, load_model_config(model_dir)))
+    assert len(identities) == 3
 
 
 def test_the_format_of_kv_counts(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

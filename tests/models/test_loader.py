@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from pdkv.errors import ConfigError, ModelError
@@ -173,3 +174,113 @@ def test_a_file_that_is_replaced_during_the_load_is_an_error_that_names_it(
     monkeypatch.setattr(Checkpoint, "get", replace_and_get)
     with pytest.raises(ModelError, match=r"model\.safetensors: was replaced"):
         load(model_dir)
+
+
+# --- config.json and the tensors disagree -----------------------------------------------------------------------------
+
+
+def transformers_logits(path: Path) -> torch.Tensor:
+    tokens = torch.tensor([[5, 300, 17, 2, 81, 5, 44, 199]])
+    with torch.inference_mode():
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        logits: torch.Tensor = model(tokens).logits[0]
+    return logits
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, **changes}))
+
+
+def test_a_head_of_its_own_beside_tied_embeddings_is_used(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F53: as in transformers, with a warning."""
+    edit_config(model_dir, tie_word_embeddings=True)
+    with caplog.at_level("WARNING"):
+        logits = logits_of(load(model_dir))
+    torch.testing.assert_close(logits, transformers_logits(model_dir))
+    assert "lm_head.weight differs" in caplog.text
+
+
+def test_a_copy_of_the_embedding_stays_tied(hf_model: HFModel, tmp_path: Path, caplog: Any) -> None:
+    path = Path(shutil.copytree(hf_model("llama", tie_word_embeddings=True), tmp_path / "model"))
+    tied = load(path)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(path, lm_head__weight=embedding.clone())
+    with caplog.at_level("WARNING"):
+        copied = load(path)
+    assert torch.equal(logits_of(copied), logits_of(tied))
+    assert sum(t.numel() for t in tensors_of(copied)) == sum(t.numel() for t in tensors_of(tied))
+    assert not caplog.records
+
+
+def test_a_rank_takes_its_part_of_a_head_of_its_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's part is equal to the embedding's, the other's is not."""
+    monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
+    edit_config(model_dir, tie_word_embeddings=True)
+    embedding = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    head = torch.cat([embedding[:192], embedding[192:] * 2])
+    rewrite(model_dir, lm_head__weight=head)
+    for rank in (0, 1):
+        rows = head[192 * rank :][:192]
+        assert any(
+            tensor.shape == rows.shape and torch.equal(tensor, rows)
+            for tensor in tensors_of(load(model_dir, parallel=OneOf(rank, 2)))
+        )
+
+
+ROWS = torch.ones(64)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "named"),
+    [
+        ({"model.layers.0.self_attn.q_proj.bias": ROWS}, {}, r"leaves out 1 tensors, 'model\.layers\.0.*q_proj\.bias'"),
+        ({"model.layers.2.mlp.down_proj.bias": ROWS}, {}, r"down_proj\.bias"),
+        ({"model.layers.1.self_attn.k_norm.weight": torch.ones(16)}, {}, r"k_norm\.weight"),
+        ({"lm_head.bias": torch.ones(384)}, {}, r"lm_head\.bias"),
+        ({}, {"num_hidden_layers": 2}, r"leaves out 9 tensors, 'model\.layers\.2\."),
+        ({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, {}, r"up_proj\.weight_scale"),
+        ({"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)}, {}, r"up_proj\.input_scale"),
+    ],
+)
+def test_a_tensor_that_the_model_has_no_place_for_is_named(
+    model_dir: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], named: str
+) -> None:
+    """F53: left out, it would be another model that speaks as fluently."""
+    rewrite(model_dir, **{name.replace(".", "__"): tensor for name, tensor in tensors.items()})
+    edit_config(model_dir, **config)
+    with pytest.raises(ModelError, match=named):
+        load(model_dir)
+
+
+def test_tensors_that_change_nothing_may_be_left_out(model_dir: Path) -> None:
+    attention = "model__layers__0__self_attn__"
+    before = logits_of(load(model_dir))
+    rewrite(
+        model_dir,
+        **{
+            attention + "rotary_emb__inv_freq": torch.ones(8),
+            attention + "k_scale": torch.ones(1),
+            attention + "v_proj__v_scale": torch.ones(1),
+            attention + "o_proj__bias": torch.zeros(64),
+        },
+    )
+    assert torch.equal(logits_of(load(model_dir)), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int32])
+def test_numbers_that_no_quantization_explains_are_refused(model_dir: Path, dtype: torch.dtype) -> None:
+    weight = load_file(model_dir / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    rewrite(model_dir, model__layers__1__mlp__up_proj__weight=weight.to(dtype))
+    with pytest.raises(ModelError, match=rf"up_proj\.weight' is stored as {dtype}"):
+        load(model_dir)
+
+
+def test_without_an_index_the_file_of_transformers_is_read_alone(model_dir: Path) -> None:
+    """Beside it may lie the same weights in Mistral's own form, or older ones."""
+    before = logits_of(load(model_dir))
+    tensors = load_file(model_dir / "model.safetensors")
+    save_file({name: -tensor for name, tensor in tensors.items()}, model_dir / "model_old.safetensors")
+    save_file({"norm.weight": ROWS}, model_dir / "consolidated.safetensors")
+    assert torch.equal(logits_of(load(model_dir)), before)
+    torch.testing.assert_close(before, transformers_logits(model_dir))

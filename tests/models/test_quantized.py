@@ -1,11 +1,12 @@
 """Quantized checkpoints compute what the dense weights compute that they stand for, written out number by number."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantized_models import FORMATS, O_PROJ, compressed, damage, write, write_pair
+from quantized_models import FORMATS, O_PROJ, compressed, damage, fp8_tensor, write, write_pair
 from safetensors.torch import load_file
 
 from pdkv.errors import ModelError
@@ -127,3 +128,57 @@ def test_tensors_that_do_not_fit_are_named(
     damage(path, suffix, tensor)
     with pytest.raises(ModelError, match=rf"{O_PROJ}.*{words}"):
         load(path)
+
+
+def write_modelopt(origin: Path, path: Path, algorithm: str = "FP8") -> tuple[Path, Path]:
+    """(as ModelOpt wrote FP8 until 0.29, with its own file beside config.json; the same with vLLM's older field)."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = load_file(origin / "model.safetensors")
+    for name in [name for name in tensors if "layers" in name and tensors[name].ndim == 2]:
+        made, _ = fp8_tensor(generator, *tensors.pop(name).shape)
+        layer = name.removesuffix(".weight")
+        tensors |= {layer + suffix: tensor for suffix, tensor in made.items()}
+        tensors[layer + ".input_scale"] = torch.tensor(0.02)
+    known = write(origin, path / "known", tensors, {"quant_method": "fp8", "activation_scheme": "static"})
+    modelopt = write(origin, path / "modelopt", tensors)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}}
+    (modelopt / "hf_quant_config.json").write_text(json.dumps(said))
+    return modelopt, known
+
+
+def test_fp8_that_modelopts_file_alone_explains_is_read(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """F51: without a scheme these numbers are weights without their scales, and the answers garbage."""
+    modelopt, known = write_modelopt(tiny_model_dir, tmp_path)
+    assert load_model_config(modelopt).quantization == load_model_config(known).quantization
+    for one, other in zip(load(modelopt), load(known), strict=True):
+        assert torch.equal(one, other)
+    (modelopt / "hf_quant_config.json").unlink()
+    with pytest.raises(ModelError, match=r"is stored as torch.float8_e4m3fn"):
+        load(modelopt)
+
+
+@pytest.mark.parametrize("said", [{"quantization": {"quant_algo": "NVFP4"}}, {"quantization": {}}, {}])
+def test_another_algorithm_of_modelopts_is_refused_by_name(tiny_model_dir: Path, tmp_path: Path, said: Any) -> None:
+    modelopt, _ = write_modelopt(tiny_model_dir, tmp_path)
+    (modelopt / "hf_quant_config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization_config.*(NVFP4|None)"):
+        load_model_config(modelopt)
+
+
+def test_a_quantized_head_beside_tied_embeddings_is_used(tiny_model_dir: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny_model_dir / "model.safetensors")
+    made, dense = fp8_tensor(torch.Generator().manual_seed(3), *tensors.pop("lm_head.weight").shape)
+    tensors |= {"lm_head" + suffix: tensor for suffix, tensor in made.items()}
+    path = write(tiny_model_dir, tmp_path / "model", tensors, {"quant_method": "fp8"})
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
+    assert any(weight.shape == dense.shape and torch.equal(weight, dense) for weight in load(path))
+
+
+def test_what_a_quantized_checkpoint_has_beside_its_numbers_is_read_or_named(pair: tuple[Path, Path]) -> None:
+    quantized, _ = pair
+    damage(quantized, "bias", torch.zeros(64))  # as GPTQ's writers add them
+    load(quantized)
+    damage(quantized, "bias", torch.ones(64))
+    with pytest.raises(ModelError, match=r"leaves out 1 tensors, 'model\.layers\.0\.self_attn\.o_proj\.bias'"):
+        load(quantized)

@@ -249,7 +249,10 @@ def test_an_aborted_request_ends_as_it_stands(llm: AsyncLLM) -> None:
     ("prompt", "params", "request_id", "message"),
     [
         ("x", SamplingParams(temperature=-1), None, "temperature"),
-        ("x", SamplingParams(output_kind="half"), None, "output_kind must be one of cumulative, delta, final_only"),  # type: ignore[arg-type]
+        ("x", SamplingParams(output_kind="half"), None, "output_kind='half'"),  # type: ignore[arg-type]
+        ("x", SamplingParams(seed=1.5), None, "seed=1.5: Expected `int"),  # type: ignore[arg-type]
+        ("x", SamplingParams(temperature=None), None, "temperature=None: Expected `float`"),  # type: ignore[arg-type]
+        ({"text": "x"}, GREEDY, None, "a mapping of prompt or prompt_token_ids"),
         ("", GREEDY, None, "prompt must not be empty"),
         (None, GREEDY, None, "a prompt is a text or a list of token ids"),
         ([100_000], GREEDY, None, "token ids"),
@@ -266,6 +269,23 @@ def test_what_can_never_work_is_an_error_of_its_caller_alone(
             with pytest.raises(InvalidRequest, match=message):
                 await last_of(llm.generate(prompt, params, request_id))
             assert not (await anext(other)).finished
+
+    run(test())
+
+
+def test_parameters_that_only_the_engine_finds_wrong_fail_their_request_alone(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = msgspec.structs.replace(GREEDY, seed=1.5)
+    checked = SamplingParams.checked
+    monkeypatch.setattr(SamplingParams, "checked", lambda self: self if self is wrong else checked(self))
+
+    async def test() -> None:
+        async with aclosing(await begin(llm, "other")) as other:
+            with pytest.raises(InvalidRequest, match="the sampling parameters cannot be served: TypeError"):
+                await last_of(llm.generate("x", wrong))
+            assert not (await anext(other)).finished
+        assert (await last_of(llm.generate("x", GREEDY))).finished
 
     run(test())
 

@@ -1,16 +1,19 @@
 """The offline API over a small random model: shapes, stops, choices, seeds, errors, and everything given back."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from deployments import link_text_model
 
 from pdkv import LLM, SamplingParams
 from pdkv.errors import ConfigError, InvalidRequest
+from pdkv.grammar.spec import StructuredOutputs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -80,6 +83,118 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     assert refused.value.param == "messages"
     with pytest.raises(InvalidRequest, match="add_generation_prompt=False"):
         llm.chat([{"role": "user", "content": "x"}], continue_final_message=True, progress=False)
+
+
+def test_prompts_may_have_the_form_of_mappings(llm: LLM) -> None:
+    """F74."""
+    [plain] = llm.generate("hello there", GREEDY, progress=False)
+    ids = plain.prompt_token_ids
+    for given in ({"prompt": "hello there", "multi_modal_data": None}, {"prompt_token_ids": ids, "prompt": "x"}):
+        [alone] = llm.generate(given, GREEDY, progress=False)
+        [listed, other] = llm.generate([given, ids], GREEDY, progress=False)
+        for output in (alone, listed, other):
+            assert (output.prompt_token_ids, output.outputs) == (ids, plain.outputs)
+        assert (alone.prompt, other.prompt) == (given["prompt"], None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("seed", 1.5, "Expected `int | null`, got `float`"),
+        ("temperature", None, "Expected `float`, got `null`"),
+        ("temperature", "0", "Expected `float`, got `str`"),
+        ("max_tokens", 2.5, "Expected `int | null`, got `float`"),
+        ("n", "2", "Expected `int`, got `str`"),
+        ("n", True, "Expected `int`, got `bool`"),
+        ("logprobs", "3", "Expected `int | null`, got `str`"),
+        ("ignore_eos", "no", "Expected `bool`, got `str`"),
+        ("stop", 5, "Expected `array`, got `int`"),
+        ("stop", ("a", 5), "Expected `str`, got `int` - at `$[1]`"),
+        ("stop_token_ids", (5.5,), "Expected `int`, got `float` - at `$[0]`"),
+        ("allowed_token_ids", "12", "Expected `array | null`, got `str`"),
+        ("logit_bias", {5.5: 1}, "Expected `int`, got `float` - at `key` in `$`"),
+        ("logits_processors", {"a": 1}, "Expected `object`, got `int` - at `$[...]`"),
+        ("top_k", object, "a value of type type is not expected"),
+        ("output_kind", "all", "Invalid enum value 'all', one of cumulative, delta, final_only was expected"),
+        ("structured_outputs", {"choise": ["a"]}, "Object contains unknown field `choise`"),
+        ("structured_outputs", StructuredOutputs(regex=5), "Expected `str | null`, got `int` - at `$.regex`"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_parameter_of_another_type_is_refused_by_its_name_and_value(
+    llm: LLM, field: str, value: Any, expected: str
+) -> None:
+    """F73."""
+    with pytest.raises(InvalidRequest) as refused:
+        llm.generate("hello", msgspec.structs.replace(GREEDY, **{field: value}), progress=False)
+    assert refused.value.param == field
+    assert str(refused.value) == f"{field}={value!r}: {expected}"
+
+
+def test_none_is_the_default_where_vllm_has_it(llm: LLM) -> None:
+    fields = ("stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors", "seed", "logprobs")
+    params = SamplingParams(temperature=0.0, **dict.fromkeys(fields))
+    assert llm.generate("hello", params, progress=False)[0].outputs == (
+        llm.generate("hello", SamplingParams(temperature=0.0), progress=False)[0].outputs
+    )
+
+
+def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
+    given = SamplingParams(
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        seed=np.int64(3),  # type: ignore[arg-type]
+        max_tokens=np.int32(4),  # type: ignore[arg-type]
+        logit_bias={np.int64(9): np.float64(2.0)},
+        stop_token_ids=np.array([7]),  # type: ignore[arg-type]
+    )
+    plain = SamplingParams(temperature=0.5, seed=3, max_tokens=4, logit_bias={9: 2.0}, stop_token_ids=(7,))
+    [by_numpy] = llm.generate(np.array([5, 6, 7]), given, progress=False)
+    assert by_numpy.prompt_token_ids == [5, 6, 7]
+    assert by_numpy.outputs == llm.generate([5, 6, 7], plain, progress=False)[0].outputs
+
+
+def test_one_text_is_one_stop_string_and_one_bad_word(llm: LLM) -> None:
+    letters = tuple(llm.tokenizer.encode("ab"))
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, allowed_token_ids=letters)
+    for field in ("stop", "bad_words"):
+        one, listed = (msgspec.structs.replace(params, **{field: value}) for value in ("ab", ("ab",)))
+        [choice] = llm.generate("hello", one, progress=False)[0].outputs
+        assert [choice] == llm.generate("hello", listed, progress=False)[0].outputs
+        assert "ab" not in choice.text
+
+
+@pytest.mark.parametrize(("option", "value"), [("continue_final_message", "no"), ("parallel_tool_calls", 0)])
+def test_a_chat_option_of_another_type_is_refused(llm: LLM, option: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=f"{option}={value!r}: Expected"):
+        llm.chat(
+            [{"role": "user", "content": "x"}], GREEDY, progress=False, add_generation_prompt=False, **{option: value}
+        )  # type: ignore[arg-type]
+
+
+def test_messages_are_read_as_over_http_and_stay_as_they_are(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or () %}{{ c.function.arguments.zone }}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "What"}, {"type": "text", "text": "time?"}]
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"zone": "CET"}'}}
+    begun = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "It is "},
+    ]
+    before = copy.deepcopy(begun)
+    with LLM(tmp_path, kv_cache_memory=8 << 20, threads=1) as llm:
+        for continues in (False, True):
+            options = {"add_generation_prompt": False, "continue_final_message": continues}
+            [output] = llm.chat(begun, GREEDY, progress=False, **options)  # type: ignore[arg-type]
+            text = llm.tokenizer.decode(output.prompt_token_ids)
+            assert text == "<user>What\ntime?<assistant>CET<assistant>It is "
+        with pytest.raises(InvalidRequest, match="needs a text as the final message's content"):
+            llm.chat([{"role": "user", "content": parts}], GREEDY, progress=False, **options)  # type: ignore[arg-type]
+    assert begun == before
 
 
 def test_params_per_prompt(llm: LLM) -> None:
@@ -170,7 +285,16 @@ def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
         ([[1], [100_000]], GREEDY, "token ids"),
         ([[5] * 2000], GREEDY, "2000"),
         ([None], GREEDY, "a prompt is a text or a list of token ids"),
-        ([[1, "2"]], GREEDY, "a prompt of tokens is a list of whole numbers"),
+        ([[1, "2"]], GREEDY, r"prompt_token_ids=\[1, '2'\]: Expected `int`, got `str`"),
+        ([[True]], GREEDY, r"prompt_token_ids=\[True\]: Expected `int`, got `bool`"),
+        (b"hello", GREEDY, "a prompt is a text or a list of token ids, .* got b'hello'"),
+        (7, GREEDY, "a prompt is a text or a list of token ids, .* got 7"),
+        ({"text": "a"}, GREEDY, "or a mapping of prompt or prompt_token_ids to such, got {'text': 'a'}"),
+        ({"prompt": "a", "cache_salt": "s"}, GREEDY, "got {'prompt': 'a', 'cache_salt': 's'}"),
+        ([{"prompt": None}], GREEDY, "got {'prompt': None}"),
+        ({"prompt": 5}, GREEDY, "prompt=5: Expected `str"),
+        ({"prompt": ""}, GREEDY, "prompt must not be empty"),
+        ("x", {"temperature": 0}, "params must be SamplingParams, got {'temperature': 0}"),
         (["x"], [GREEDY, GREEDY], "1 prompts need 1 or 1 SamplingParams, got 2"),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_fault_ends_its_own_request(model: Path) -> None:
         ({"no_repeats": {}}, "'no_repeats' is unknown; this server has no_repeat, faulty_processors:Faulty"),
         ({"no_repeat": {"window": 0}}, r"no_repeat: window must be in \[1, 1024\], got 0"),
         ({"no_repeat": {}}, "no_repeat: missing 'window'"),
-        ({"no_repeat": 4}, "must be an object of objects"),
+        ({"no_repeat": 4}, "Expected `object`, got `int`"),
         ({"no_repeat": {"window": 1 << 70}}, "integers of 64 bits"),
         ({"no_repeat": {"window": "x" * MAX_PROCESSOR_BYTES}}, "at most 16384 bytes"),
         ({str(i): {} for i in range(9)}, "at most 8 entries, got 9"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdkv.cli.options import connector_options, warn_of_secrets
-from pdkv.config import HandoffConfig, HealthConfig, RouterConfig
+from pdkv.config import HandoffConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.kv_store.registry import open_store
 from pdkv.launch.logs import configure_logging
@@ -94,7 +94,7 @@ def test_a_password_on_the_command_line_is_warned_of_once(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("flag", "text", "advice"),
     [
-        ("--redis", "redis://:pw@host/0?x=1", "use --redis @FILE, --config FILE or the variable PDKV_REDIS"),
+        ("--kv-store", "redis://:pw@host/0?x=1", "use --kv-store @FILE, --config FILE or the variable PDKV_KV_STORE"),
         (
             "--connector-config",
             "url=redis://:pw@h",
@@ -112,7 +112,7 @@ def test_a_warning_says_how_else_the_password_may_be_given(
 
 def test_a_configuration_does_not_show_what_may_hold_a_password() -> None:
     assert "pw" not in repr(HandoffConfig(connector_config={"url": "redis://:pw@host"}))
-    assert "pw" not in repr(RouterConfig(health=HealthConfig(redis="redis://:pw@host")))
+    assert "pw" not in repr(TiersConfig(kv_store="redis://:pw@host"))
 
 
 @pytest.mark.parametrize("url", ["redis://:pw@host:1/0/1", "redis://:pw@host:x", "rédis://:p/w@host", "redis://:p/w@h"])

@@ -75,7 +75,8 @@ class ChooserRig:
         return self.chooser.choose(self.holdings.of(request), now, **options)
 
     def choose_prefill(self, request: GenerateRequest, now: float = 0.0, **options: Any) -> str:
-        return self.chooser.choose_prefill(self.holdings.of(request), now, **options)
+        engines = self.chooser._candidates("prefill", now, options.get("without", ()))
+        return self.chooser._prefill_of(self.holdings.of(request), engines, now)
 
     def choose_decode(self, request: GenerateRequest, prefill: str, now: float = 0.0) -> str:
         return self.chooser.choose_decode(self.holdings.of(request), prefill, now)

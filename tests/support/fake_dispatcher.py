@@ -37,6 +37,7 @@ class FakeGeneration:
         self.num_attempts = 1
         self.sources = SourceCounts(computed=len(request.prompt_token_ids))
         self.aborted = False
+        self.finished = False  # by its reader
         self.ended = False
         self.over = asyncio.Event()  # aborted, or the reader saw the failure
         self.on_end: Callable[[], None] = lambda: None
@@ -66,6 +67,12 @@ class FakeGeneration:
             self.aborted = True
             self.over.set()
             self.put(RequestAborted("aborted", request_id="r"))
+            self.on_end()
+
+    def finish(self) -> None:
+        if not self.ended and not self.aborted:
+            self.finished = self.ended = True
+            self.over.set()
             self.on_end()
 
     def __aiter__(self) -> "FakeGeneration":

@@ -99,6 +99,8 @@ class RigConnector(StoreConnector):
 
     current: ClassVar[KVStore]
     probe_interval_s = inf  # tests count the store's calls
+    watches = False
+    retry_after_s = 0.0
 
     def open_store(self) -> KVStore:
         return self.current
@@ -165,6 +167,7 @@ class Engine:
         ]  # fmt: skip
         for connector in self.connectors:
             connector.clock = clock
+        self.table = self.connectors[0].make_block_table()
         scheduler = self.connectors[0].make_scheduler_side()
         assert isinstance(scheduler, StoreScheduler)
         self.scheduler = scheduler

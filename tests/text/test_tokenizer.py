@@ -11,6 +11,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pdkv.errors import InvalidRequest, ModelError
+from pdkv.parsers.registry import TOOL_PARSERS, find_tool_parser
 from pdkv.text import ChatTemplate, Tokenizer
 
 TEMPLATE = (
@@ -85,9 +86,65 @@ def test_a_template_inside_tokenizer_config_is_found(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").unlink(missing_ok=True)
     file = model_dir / "tokenizer_config.json"
     config = json.loads(file.read_text())
-    for template in ("T{{ bos_token }}", [{"name": "tool", "template": "X"}, {"name": "default", "template": "T<s>"}]):
+    text = "T{{ bos_token }}{{ messages[0].content }}"
+    for template in (text, [{"name": "rag", "template": "X"}, {"name": "default", "template": text}]):
         file.write_text(json.dumps(config | {"chat_template": template}))
-        assert Tokenizer.from_dir(model_dir).render_chat([]) == "T<s>"
+        assert Tokenizer.from_dir(model_dir).render_chat([{"role": "user", "content": "x"}]) == "T<s>x"
+
+
+TOOLS = [{"type": "function", "function": {"name": "rain", "description": "d", "parameters": {"type": "object"}}}]
+SAID = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TOOL_USE = "{{ tools | tojson }}" + SAID
+
+
+def write_templates(path: Path, files: dict[str, str], listed: object) -> None:
+    """In files of their own, and in tokenizer_config.json."""
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    (path / "additional_chat_templates").mkdir()
+    for name, template in files.items():
+        (path / name).write_text(template)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": listed}))
+
+
+MORE = "additional_chat_templates"
+NAMED = [{"name": "default", "template": SAID}, {"name": "tool_use", "template": TOOL_USE}]
+
+
+@pytest.mark.parametrize(
+    ("files", "listed"),
+    [
+        ({}, NAMED),
+        ({"chat_template.jinja": SAID, f"{MORE}/tool_use.jinja": TOOL_USE}, None),
+        ({"chat_template.jinja": SAID, f"{MORE}/tool_use.jinja": TOOL_USE}, "{{ messages }}older"),
+        ({"chat_template.jinja": "newer" + SAID}, NAMED),
+        ({f"{MORE}/default.jinja": "newer" + SAID, "chat_template.jinja": SAID}, None),
+        ({f"{MORE}/rag.jinja": "{{ documents }}"}, SAID),
+        ({}, [{"name": "tool_use", "template": TOOL_USE}, {"name": "rag", "template": "{{ documents }}"}]),
+    ],
+)
+def test_which_template_is_taken_with_and_without_tools_is_as_in_transformers(
+    model_dir: Path, files: dict[str, str], listed: object
+) -> None:
+    """F51: the model is told of its tools, or the request is refused."""
+    write_templates(model_dir, files, listed)
+    ours, theirs = Tokenizer.from_dir(model_dir), PreTrainedTokenizerFast.from_pretrained(model_dir)
+    messages = [{"role": "user", "content": "Does it rain?"}]
+    for tools in (None, TOOLS):
+        try:
+            expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        except ValueError:
+            with pytest.raises(InvalidRequest, match="the model has no chat template"):
+                ours.render_chat(messages, tools=tools)
+        else:
+            assert ours.render_chat(messages, tools=tools, add_generation_prompt=False) == expected
+
+
+def test_the_tool_parser_is_found_by_the_template_for_tools(model_dir: Path) -> None:
+    hermes = SAID + "{# <tool_call> with name and arguments #}"
+    write_templates(model_dir, {}, [NAMED[0], {"name": "tool_use", "template": hermes}])
+    found = find_tool_parser("auto", Tokenizer.from_dir(model_dir).chat_template_source)
+    assert found is TOOL_PARSERS.load("hermes")
 
 
 def test_a_special_token_of_the_configuration_is_left_out_of_text(
@@ -119,8 +176,8 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 
 
 def test_strftime_now_reads_the_given_clock() -> None:
-    template = ChatTemplate("{{ strftime_now('%Y-%m') }}", {}, now=lambda: datetime(2024, 7, 1))
-    assert template.render([]) == "2024-07"
+    template = ChatTemplate("{{ strftime_now('%Y-%m') }}{{ messages }}", {}, now=lambda: datetime(2024, 7, 1))
+    assert template.render([]) == "2024-07[]"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +190,9 @@ def test_strftime_now_reads_the_given_clock() -> None:
         ("tokenizer_config.json", '{"bos_token": 3}', "bos_token is 3"),
         ("special_tokens_map.json", '{"additional_special_tokens": "x"}', "no list"),
         ("chat_template.jinja", "{% if %}", "chat template is broken"),
+        ("chat_template.jinja", "{{ bos_token }}", "leaves out what the user says"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "neither a text nor a list of named texts"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "neither a text nor a list of named texts"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja"),
     ],
 )

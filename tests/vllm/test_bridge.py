@@ -1,6 +1,8 @@
 """The vLLM adapter without vLLM: its two sides over real connectors, driven in the order of vLLM's calls."""
 
+import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +104,7 @@ class Vllm:
 
     def run_prompt(self, request: Request, block_ids: Sequence[int], seed: int = 1) -> None:
         """Compute a prompt in one step."""
+        block_ids = list(block_ids)
         self.scheduler.add(request)
         assert self.scheduler.match(request.request_id, 0) in (0, None)
         self.fill(block_ids, seed)
@@ -222,6 +225,88 @@ def test_an_adapter_that_was_trained_on_finds_nothing_of_what_it_was(make: Make,
     weights.write_bytes(b"second")
     assert later.match(Request("y", PROMPT, lora_request=adapter)) == 0
     assert same.match(Request("z", PROMPT, lora_request=adapter)) == 0
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+@pytest.mark.parametrize("connector", ["shared_storage", "host", "redis", "shared_memory"])
+def test_kv_of_old_weights_does_not_come_back_after_a_reset(
+    make: Make, request: pytest.FixtureRequest, tmp_path: Path, connector: str
+) -> None:
+    """F64: neither from a store, nor out of a peer's staging pool or the engine's own; and what is computed from then
+    on is not taken for KV of the old weights by an engine that still has them.
+    """
+    name, options = connector, {}
+    if connector in ("redis", "host"):
+        url = request.getfixturevalue("redis_url") if connector == "redis" else f"host://{tmp_path}/host?capacity=64MiB"
+        name, options = "store", {"url": url, "tokens_per_value": BLOCK, "lookup_timeout_s": 60}
+    trained, other = make("a", name, options=options), make("b", name, options=options)
+    if connector == "shared_memory":
+        introduce(trained, other)
+    first, later = [11, *PROMPT], [12, *PROMPT]
+    trained.run_prompt(Request("r", first), range(7), seed=1)
+    other.run_prompt(Request("s", later), range(7), seed=1)
+    assert trained.match(Request("x", later)) == other.match(Request("y", first)) == 192
+    running = Request("running", [13, *PROMPT[:63]])
+    trained.run_prompt(running, [10, 11], seed=1)
+    assert trained.scheduler.reset()
+    for number, prompt in enumerate((first, later, [*running.all_token_ids, 1])):
+        assert trained.match(Request(f"new {number}", prompt)) == 0
+    running.all_token_ids += PROMPT[63:128]
+    trained.step(ScheduledRequest("running", 64, 129, [12, 13], False))  # new weights' KV on top of the old ones'
+    assert other.match(Request("z", [*running.all_token_ids, 1])) in (0, 64), "what was saved before the reset"
+    assert trained.match(Request("again", [*running.all_token_ids, 1])) == 0
+    trained.run_prompt(Request("fresh", [14, *PROMPT]), range(14, 21), seed=2)
+    assert trained.match(Request("after", [14, *PROMPT])) == (0 if connector == "shared_memory" else 192)
+    assert other.match(Request("of old weights", [14, *PROMPT])) == 0
+
+
+def test_vllms_reset_of_the_prefix_cache_reaches_the_adapter(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F64: without a method of its own, the base class's None counted as success."""
+    names = ("Base_V1", "Metadata", "Role", "TransferResults", "WorkerMetadata")
+    stand_ins = SimpleNamespace(**{f"KVConnector{name}": type(name, (), {}) for name in names})
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.base", stand_ins)
+    monkeypatch.delitem(sys.modules, "pdkv.vllm.adapter", raising=False)
+    adapter = importlib.import_module("pdkv.vllm.adapter")
+    monkeypatch.delitem(sys.modules, "pdkv.vllm.adapter")
+    engine, connector = make("a"), adapter.PdkvConnector.__new__(adapter.PdkvConnector)
+    connector._scheduler = engine.scheduler
+    engine.run_prompt(Request("r", PROMPT), range(7))
+    assert engine.match(Request("before", PROMPT)) == 192
+    assert connector.reset_cache() is True
+    assert engine.match(Request("after", PROMPT)) == 0
+
+
+def test_a_preempted_request_begins_anew_after_a_reset(make: Make) -> None:
+    """Its id is the same; no report of what it was before counts for it."""
+    engine = make("a")
+    request = Request("r", PROMPT)
+    engine.run_prompt(request, range(7), seed=1)
+    assert engine.scheduler.reset()
+    engine.run_prompt(request, range(7, 14), seed=2)
+    reader = Request("x", PROMPT)
+    assert engine.match(reader) == 192
+    engine.load(reader, range(14, 20), 192)
+    assert torch.equal(engine.images(range(14, 20)), engine.images(range(7, 13)))
+
+
+def test_a_reset_beside_a_load_of_old_kv_says_that_it_has_to_be_made_again(make: Make) -> None:
+    first, second = make("a"), make("b")
+    first.run_prompt(Request("r", PROMPT), range(7))
+    found = second.match(Request("x", PROMPT))
+    second.scheduler.allocated("x", list(range(7)), found)
+    assert not second.scheduler.reset()
+    ended = second.step()
+    while not (ended.finished or ended.failed):
+        second.wake.wait(10.0)
+        second.wake.clear()
+        ended = second.step()
+    assert second.scheduler.reset()
+    assert second.scheduler.books.num_free == 31
 
 
 def test_requests_that_depend_on_more_than_tokens_are_left_alone(make: Make) -> None:

@@ -180,6 +180,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     configure_logging("launcher", deployment.launch.log_level, deployment.router.observability.log_format)
     warn_of_secrets(CONNECTOR_CONFIG, arguments.connector_config or ())
-    warn_of_secrets("--redis", [arguments.redis or ""])
     warn_of_secrets("--kv-store", [arguments.kv_store or ""])
     return launch(deployment)

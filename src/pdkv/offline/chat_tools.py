@@ -10,6 +10,7 @@ from pdkv.parsers.answer_grammar import Calls
 from pdkv.parsers.parts import WholeCall, whole_calls
 from pdkv.parsers.registry import TOOL_PARSERS, find_tool_parser
 from pdkv.parsers.tools import read_tools
+from pdkv.sampling_params import as_type
 from pdkv.text import Tokenizer
 
 ToolChoice = str | Mapping[str, Any]
@@ -33,9 +34,11 @@ def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
     """Which calls answers may hold; None: calls are text, since there are no tools, or no parser for the model's.
 
     Raises:
-        InvalidRequest: a tool or a choice that is none, or a choice that needs a parser where there is none.
+        InvalidRequest: a tool, choice or flag that is none, or a choice that needs a parser where there is none.
         ConfigError: no such parser.
     """
+    for option in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
+        as_type(getattr(options, option), bool, option)
     choice = options.tool_choice
     if not options.tools:
         if choice not in (None, "none", "auto"):

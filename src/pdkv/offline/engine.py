@@ -1,12 +1,13 @@
 """One engine in this process, with the loop around it."""
 
 import logging
+import os
 import queue
 import secrets
-import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from pdkv.build_engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.step_loop import make_step_loop
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, EngineUnavailable
+from pdkv.offline.interrupts import HeldInterrupts
 from pdkv.options import from_fields
 from pdkv.wire.messages import EngineToRouter, RouterToEngine
 
@@ -27,7 +29,9 @@ _ROUTER_ID = "local"
 
 
 class LocalEngine:
-    """One thread uses it, but for `wake`. When nobody holds it any more, its own threads end."""
+    """One thread uses it, but for `wake`. Its own threads end with it. What `send` or `step` raises leaves a step half
+    done: the engine is lost then, and every later call raises EngineUnavailable.
+    """
 
     def __init__(self, config: EngineConfig, handoff: HandoffConfig | None) -> None:
         """Load the model.
@@ -42,6 +46,10 @@ class LocalEngine:
         self._steps = make_step_loop(
             self.core, config.max_steps_ahead, lambda: news.put(False), config.least_step_ahead_s
         )
+        self._pid = os.getpid()
+        self._lost = ""  # why it can do nothing any more
+        self.interrupts = HeldInterrupts(lambda: news.put(False))
+        """To be entered around calls in the main thread; `step` delivers before it begins."""
         self._end_steps = weakref.finalize(self, self._steps.close)  # a thread would keep all memory
 
     def wake(self) -> None:
@@ -50,22 +58,36 @@ class LocalEngine:
 
     def send(self, message: RouterToEngine) -> None:
         """Say something to the engine; what it cannot stand comes back as a Failed. Raises what a rank raised."""
-        self.core.handle_guarded(_ROUTER_ID, message, time.monotonic())
+        with self._while_usable():
+            self.core.handle_guarded(_ROUTER_ID, message, time.monotonic())
 
     def step(self) -> list[EngineToRouter]:
         """Wait for something to do, and do it. Returns what the engine says; raises what makes it unusable."""
-        if self._wait():
-            self._steps.wake()
-        self._steps.turn()
-        return [message for _, messages in self.core.take_messages(time.monotonic()) for message in messages]
+        self.interrupts.deliver()
+        with self._while_usable():
+            if self._wait():
+                self._steps.wake()
+            self._steps.turn()
+            return [message for _, messages in self.core.take_messages(time.monotonic()) for message in messages]
+
+    @contextmanager
+    def _while_usable(self) -> Iterator[None]:
+        lost = self._lost if os.getpid() == self._pid else "the engine is in the process that this was forked from"
+        if lost:
+            raise EngineUnavailable(lost)
+        try:
+            yield
+        except BaseException as error:
+            self._lost = f"the engine failed: {type(error).__name__}: {error}"
+            raise
 
     def _wait(self) -> bool:
         """Whether the connector had news meanwhile."""
-        wait_s = self._steps.wait_s()
+        wait_s, longest_s = self._steps.wait_s(), self.interrupts.longest_wait_s
         has_news = False
         try:
             if wait_s != 0.0:
-                has_news = self._news.get(timeout=None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
+                has_news = self._news.get(timeout=longest_s if wait_s is None else min(wait_s, longest_s))
             while True:
                 has_news |= self._news.get_nowait()
         except queue.Empty:
@@ -82,6 +104,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Stop the engine and give its memory back. Idempotent."""
+        self._lost = self._lost or "the engine was closed"
         self._end_steps()
         self.core.shutdown()
 

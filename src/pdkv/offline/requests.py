@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -12,17 +12,21 @@ from pdkv.config import EngineConfig
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.prepare import with_grammar
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.limits import MAX_ID_CHARS
+from pdkv.limits import MAX_ID_CHARS, clip
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.offline.chat_tools import ChatOptions, format_of, read_calls
 from pdkv.offline.generation import Choice, Generation
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling_params import SamplingParams, as_type
 from pdkv.text import StopAutomaton, TextStream, Tokenizer, with_bad_word_ids
 from pdkv.wire.messages import Submit
 
-Prompt = str | list[int]
+Prompt = str | list[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's form of either: {"prompt": …} or {"prompt_token_ids": …, perhaps with "prompt"}."""
+
+_TextAndIds = tuple[str | None, list[int] | None]  # the ids are the text's where there are none
+
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with a role and what it says."""
 
@@ -54,7 +58,7 @@ class RequestMaker:
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.
         """
-        return self._make(prompt, params, request_id, None)
+        return self._make(_read_prompt(prompt), params, request_id, None)
 
     def make_chat(
         self,
@@ -83,17 +87,20 @@ class RequestMaker:
             continue_final_message=options.continue_final_message,
             variables=options.chat_template_kwargs,
         )
-        return self._make(self.tokenizer.encode(text, add_special_tokens=False), params, request_id, calls)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return self._make((None, token_ids), params, request_id, calls)
 
     def _make(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, calls: Calls | None
+        self, prompt: _TextAndIds, params: SamplingParams | None, request_id: str | None, calls: Calls | None
     ) -> Generation:
-        _check_prompt(prompt)
+        text, token_ids = prompt
+        if not (text if token_ids is None else token_ids):  # also for a tokenizer that adds a BOS
+            raise InvalidRequest("prompt must not be empty", param="prompts")
         if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
             expected = f"a text of 1 to {MAX_ID_CHARS} characters"
             raise InvalidRequest(f"request_id must be {expected}, got {request_id!r:.80}", param="request_id")
         params = self._complete(self.default_params() if params is None else params, calls)
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.tokenizer.encode(text or "") if token_ids is None else token_ids
         stops = StopAutomaton(params.stop) if params.stop else ()
         stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         answer = None if calls is None else format_of(calls)
@@ -103,12 +110,13 @@ class RequestMaker:
             detokenizer = self.tokenizer.detokenizer(keep=markers)
             stream = TextStream(detokenizer, stop=stops, min_tokens=params.min_tokens, stop_token_ids=stop_token_ids)
             choices.append(Choice(submit, stream, answer))
-        text = prompt if isinstance(prompt, str) else None
         return Generation(request_id or choices[0].submit.request_id, text, choices, params.output_kind)
 
     def _complete(self, params: SamplingParams, calls: Calls | None) -> SamplingParams:
         """With all that an engine needs. Raises InvalidRequest."""
-        params.validate()
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params must be SamplingParams, got {clip(repr(params))}", param="params")
+        params = params.checked()
         params = self._with_grammar(with_bad_word_ids(params, self.tokenizer), calls)
         return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
 
@@ -141,28 +149,29 @@ def _submits(token_ids: list[int], params: SamplingParams, label: str) -> list[S
     return submits
 
 
-def _check_prompt(prompt: Any) -> None:
-    if not isinstance(prompt, str | list):
-        raise InvalidRequest(f"a prompt is a text or a list of token ids, got {prompt!r:.80}", param="prompts")
-    if not prompt:  # also for a tokenizer that adds a BOS
-        raise InvalidRequest("prompt must not be empty", param="prompts")
-    if isinstance(prompt, list) and not all(issubclass(kind, Integral) for kind in {*map(type, prompt)}):
-        raise InvalidRequest("a prompt of tokens is a list of whole numbers", param="prompts")
+def _read_prompt(prompt: Any) -> _TextAndIds:
+    """Its text, its token ids, or both. Raises InvalidRequest for what is neither, or says more."""
+    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else given
+    rest = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+    text, token_ids = rest.pop("prompt", None), rest.pop("prompt_token_ids", None)
+    if rest or (text is None and token_ids is None):
+        expected = "a text or a list of token ids, or a mapping of prompt or prompt_token_ids to such"
+        raise InvalidRequest(f"a prompt is {expected}, got {clip(repr(prompt))}", param="prompts")
+    return as_type(text, str | None, "prompt"), as_type(token_ids, list[int] | None, "prompt_token_ids")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text, one list of token ids, or several of either, as a list."""
-    if isinstance(prompts, str):
+    """One prompt, or several, as a list."""
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
     """One per prompt. Raises InvalidRequest for another number of them."""
-    if params is None or isinstance(params, SamplingParams):
+    if not isinstance(params, Sequence):
         return [params] * count
     if len(params) != count:
         raise InvalidRequest(f"{count} prompts need 1 or {count} SamplingParams, got {len(params)}", param="params")

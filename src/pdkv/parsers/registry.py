@@ -9,18 +9,6 @@ if TYPE_CHECKING:
     from pdkv.parsers.tool_parser import ToolParser
 
 
-def _tool_parser() -> "type[ToolParser]":
-    from pdkv.parsers.tool_parser import ToolParser
-
-    return ToolParser
-
-
-def _reasoning_parser() -> "type[ReasoningParser]":
-    from pdkv.parsers.reasoning import ReasoningParser
-
-    return ReasoningParser
-
-
 AUTO, NONE = "auto", "none"
 
 TOOL_PARSERS: "Registry[ToolParser]" = Registry(
@@ -31,7 +19,7 @@ TOOL_PARSERS: "Registry[ToolParser]" = Registry(
         "llama3_json": "pdkv.parsers.llama3_json:Llama3JsonParser",
         "mistral": "pdkv.parsers.mistral:MistralParser",
     },
-    _tool_parser,
+    "pdkv.parsers.tool_parser:ToolParser",
 )
 
 REASONING_PARSERS: "Registry[ReasoningParser]" = Registry(
@@ -42,7 +30,7 @@ REASONING_PARSERS: "Registry[ReasoningParser]" = Registry(
         "mistral": "pdkv.parsers.reasoning:MistralThinkParser",
         "qwen3": "pdkv.parsers.reasoning:Qwen3Parser",
     },
-    _reasoning_parser,
+    "pdkv.parsers.reasoning:ReasoningParser",
 )
 
 

@@ -1,5 +1,7 @@
 """A model's chat template: messages to prompt text, in a sandbox and with Hugging Face's helpers."""
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -12,9 +14,13 @@ import jinja2.parser
 import jinja2.sandbox
 
 from pdkv.errors import InvalidRequest, ModelError
+from pdkv.text.turns import Messages, as_turns, find_forms
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Variables of templates that requests set by fields of their own."""
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_SOME_TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
 
 _FINAL_MESSAGE_ENDS = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind the final message's content to find its end in the rendered text."""
@@ -53,16 +59,18 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, Any],
         *,
+        for_tools: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile `source`.
 
         Args:
             special_tokens: variables of every rendering, such as bos_token.
+            for_tools: its conversations have tools.
             now: the clock behind strftime_now.
 
         Raises:
-            ModelError: `source` is no valid template.
+            ModelError: `source` is no valid template, or one that leaves out what a user says.
         """
         self.source = source
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -76,10 +84,19 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._tools = (_SOME_TOOLS, None) if for_tools else (None, _SOME_TOOLS)
+        self._forms = find_forms(self._probe)
+
+    def _probe(self, turns: Messages) -> str | None:
+        """The prompt of turns, with as little beside them as the template takes; None: it refuses them."""
+        for lead, tools in itertools.product(([], [{"role": "system", "content": "x"}]), self._tools):
+            with contextlib.suppress(InvalidRequest):
+                return self._render([*lead, *turns], {"tools": tools, "add_generation_prompt": True})
+        return None
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -89,35 +106,33 @@ class ChatTemplate:
         """The prompt's text.
 
         Args:
+            messages: as clients write them; `as_turns` says how.
             add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
             continue_final_message: whether it ends within the last message, whose content is a text.
             tools: functions that the template may describe.
             variables: more of the template's variables, such as enable_thinking.
 
         Raises:
-            InvalidRequest: the template refuses the messages (a role it does not know, a wrong order), a variable
-                has a name that is the template's own, or the final message is not found in the text.
+            InvalidRequest: a message that is none (`as_turns`), the template refuses the messages (a role it does not
+                know, a wrong order), a variable has a name that is the template's own, or the final message is no text
+                or is not found in the prompt.
         """
         if taken := sorted(_OWN_VARIABLES.intersection(variables or {})):
             raise InvalidRequest(f"chat_template_kwargs must not hold {taken[0]}", param="chat_template_kwargs")
-        turns = [dict(message) for message in messages]
         if continue_final_message:
-            turns[-1]["content"] += _FINAL_MESSAGE_ENDS
-        values = {**self._special_tokens, **(variables or {})}
-        values |= {"messages": turns, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-        try:
-            text = self._template.render(values)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            raise InvalidRequest(f"the model's chat template refuses messages: {error}", param="messages") from error
+            if not isinstance(content := messages[-1].get("content"), str):
+                needed = "continue_final_message needs a text as the final message's content"
+                raise InvalidRequest(needed, param="continue_final_message")
+            messages = [*messages[:-1], {**messages[-1], "content": content + _FINAL_MESSAGE_ENDS}]
+        values = {**(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        text = self._render(as_turns(messages, self._forms), values)
         return _cut_behind_final_message(text) if continue_final_message else text
+
+    def _render(self, turns: Messages, variables: Mapping[str, Any]) -> str:
+        try:
+            return self._template.render({**self._special_tokens, **variables, "messages": turns, "documents": None})
+        except _REFUSALS as error:
+            raise InvalidRequest(f"the model's chat template refuses messages: {error}", param="messages") from error
 
 
 def _cut_behind_final_message(text: str) -> str:

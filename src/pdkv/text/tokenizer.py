@@ -10,11 +10,11 @@ from typing import Any
 import tokenizers
 
 from pdkv.errors import InvalidRequest, ModelError
-from pdkv.models.json_fields import read_json
+from pdkv.models.special_tokens import read_special_tokens, read_tokenizer_config
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from pdkv.text.turns import Messages
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHORT = 1024
 """So many tokens are decoded within a hundred microseconds."""
 
@@ -30,13 +30,19 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
-        """`special_tokens`: the names and texts that a chat template may use, such as bos_token."""
+        """`special_tokens`: the names and texts that a chat template may use, such as bos_token; `tool_template`:
+        that of conversations with tools, None: the same. Raises ModelError: a template is broken.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
+        self._tool_template = self.chat_template
+        if tool_template:
+            self._tool_template = ChatTemplate(tool_template, self.special_tokens, for_tools=True)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoders = _decoder_names(backend)
@@ -47,7 +53,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: Path) -> "Tokenizer":
-        """Load tokenizer.json and what stands beside it: tokenizer_config.json, special_tokens_map.json, the template.
+        """Load tokenizer.json and what stands beside it: tokenizer_config.json, special_tokens_map.json, templates.
 
         Raises:
             ModelError: a file is missing or broken.
@@ -59,15 +65,10 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the wheel raises nothing more exact
             raise ModelError(f"{file}: broken: {error}") from error
-        config = _read_json(path / "tokenizer_config.json")
-        special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json") | config, path)
+        config, special_tokens = read_tokenizer_config(path), read_special_tokens(path)
         _mark_special(backend, config, special_tokens)
-        template_file = path / "chat_template.jinja"
-        try:
-            template = template_file.read_text("utf-8") if template_file.is_file() else _template_of(config)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{template_file}: {error}") from error
-        return cls(backend, special_tokens=special_tokens, chat_template=template)
+        chat, tool = map(_chat_templates(path, config).get, ("default", "tool_use"))
+        return cls(backend, special_tokens=special_tokens, chat_template=chat, tool_template=tool)
 
     @property
     def vocab_size(self) -> int:
@@ -76,8 +77,8 @@ class Tokenizer:
 
     @property
     def chat_template_source(self) -> str:
-        """The chat template as the model's author wrote it; empty where there is none."""
-        return self.chat_template.source if self.chat_template is not None else ""
+        """The chat template of conversations with tools as its author wrote it; empty where there is none."""
+        return self._tool_template.source if self._tool_template is not None else ""
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -123,15 +124,21 @@ class Tokenizer:
         [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt of a conversation, special tokens included; `options` are those of `ChatTemplate.render`.
+    def render_chat(
+        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> str:
+        """The prompt of a conversation, special tokens included; `options` are more of `ChatTemplate.render`.
+
+        As in transformers and vLLM, conversations with tools have the template "tool_use", where there is one.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
         """
-        if self.chat_template is None:
-            raise InvalidRequest("the model has no chat template: use /v1/completions", param="messages")
-        return self.chat_template.render(messages, **options)
+        template = self._tool_template if tools else self.chat_template
+        if template is None:
+            kind = "chat template" if self._tool_template is None else "chat template without tools"
+            raise InvalidRequest(f"the model has no {kind}: use /v1/completions", param="messages")
+        return template.render(messages, tools=tools, **options)
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for an id that it lacks."""
@@ -224,31 +231,6 @@ def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
     return [step["type"] for step in steps]
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
-    return read_json(file) if file.is_file() else {}
-
-
-def _text_of(value: Any, name: str, path: Path) -> str:
-    """A special token is written as its text or as {"content": text, …}."""
-    text = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise ModelError(f"{path}: special token {name} is {value!r}, a text was expected")
-    return text
-
-
-def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Name to text, as Hugging Face gives them to chat templates."""
-    tokens: dict[str, Any] = {
-        name: _text_of(config[name], name, path) for name in _SPECIAL_NAMES if config.get(name) is not None
-    }
-    if extra := config.get("additional_special_tokens"):
-        if not isinstance(extra, list):
-            raise ModelError(f"{path}: additional_special_tokens is no list")
-        tokens["additional_special_tokens"] = [_text_of(value, "additional_special_tokens", path) for value in extra]
-    return tokens
-
-
 def _mark_special(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> None:
     """Mark what only the files beside tokenizer.json call special, where the vocabulary has it."""
     texts = {token for token in special_tokens.values() if isinstance(token, str)}
@@ -260,12 +242,27 @@ def _mark_special(backend: tokenizers.Tokenizer, config: Mapping[str, Any], spec
     backend.add_special_tokens(sorted(text for text in texts - known if backend.token_to_id(text) is not None))
 
 
-def _template_of(config: Mapping[str, Any]) -> str | None:
-    """The chat template in tokenizer_config.json: one text, or a list of named ones."""
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ModelError("tokenizer_config.json: chat_template is no text")
-    return template
+def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name: those in files of their own, else those in tokenizer_config.json. Raises ModelError: one is no text."""
+    main = path / "chat_template.jinja"
+    files = {"default": main} if main.is_file() else {}
+    files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
+    if files:
+        return {name: _read_text(file) for name, file in files.items()}
+    listed = config.get("chat_template")
+    if listed is None or isinstance(listed, str):
+        return {} if listed is None else {"default": listed}
+    try:
+        named = {entry["name"]: entry["template"] for entry in listed}
+    except (TypeError, KeyError):
+        named = {"": None}
+    if not all(isinstance(name, str) and isinstance(template, str) for name, template in named.items()):
+        raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts")
+    return named
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: {error}") from error

@@ -115,6 +115,10 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(meta, PdkvResults):
             self._of_scheduler.update(meta.results)
 
+    def reset_cache(self) -> bool:
+        """vLLM's reset of the prefix cache, as after an update of the weights, with reset_connector=True."""
+        return self._of_scheduler.reset()
+
     # --- worker side ----------------------------------------------------------------------------------------------
 
     @property

@@ -1,6 +1,7 @@
 """vLLM's scheduler calls, answered by a content-addressed connector's scheduler side. Imports nothing of vLLM."""
 
 import logging
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +57,7 @@ class _Tracked:
 
     request: VllmRequest
     root: bytes
+    attempt: int = 0  # resets before it: what comes of earlier ones is another transfer's
     keys: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     num_local_hit: int = 0  # as vLLM asked last
@@ -96,6 +98,8 @@ class VllmScheduler:
         self._unit_tokens = unit_tokens
         self._saves = saves
         self._adapters = AdapterIdentities()
+        self._generation = ""  # of the weights; empty: those that the engine was started with
+        self._num_resets = 0
         self._requests: dict[str, _Tracked] = {}
         self._loads: dict[TransferKey, _Load] = {}
         self._new_loads: dict[TransferKey, BlockPairs] = {}  # for the next step
@@ -115,16 +119,31 @@ class VllmScheduler:
             return
         root = root_key(
             model=self._identity.model,
-            layout=self._identity.layout,
+            layout=self._identity.layout + self._generation,
             adapter=adapter,
             cache_salt=request.cache_salt or "",
         )
-        self._requests[request.request_id] = _Tracked(request, root)
+        self._requests[request.request_id] = _Tracked(request, root, self._num_resets)
 
     def finish(self, request_id: str) -> None:
         """The request is over; what was copied of it goes on."""
-        if self._requests.pop(request_id, None) is not None:
-            self._finished.append((request_id, 0))
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None:
+            self._finished.append((request_id, tracked.attempt))
+
+    def reset(self) -> bool:
+        """The weights may be others now: KV of before is not found by requests that are added from now on, wherever it
+        lies, nor is theirs by other engines, of whose weights nothing is known. What requests of before compute on top
+        of it is not saved; those that vLLM begins anew are added again.
+
+        Returns:
+            False: a load of before is under way, and vLLM would take its KV: reset again when it has ended.
+        """
+        self._num_resets += 1
+        self._generation = f",generation={secrets.token_hex(16)}"
+        for request_id in list(self._requests):
+            self.finish(request_id)
+        return not self._loads
 
     def _view(self, tracked: _Tracked) -> RequestView:
         tokens = tracked.request.all_token_ids
@@ -132,7 +151,7 @@ class VllmScheduler:
         request_id = tracked.request.request_id
         return RequestView(
             request_id=request_id,
-            attempt=0,
+            attempt=tracked.attempt,
             transfer_id=request_id,
             kv="local",
             num_tokens=len(tokens),
@@ -146,8 +165,9 @@ class VllmScheduler:
     def match(self, request_id: str, num_computed: int) -> int | None:
         """Whole blocks' tokens that can be loaded behind a local hit; None: ask again."""
         tracked = self._requests.get(request_id)
-        busy = (request_id, 0) in self._loads
-        if tracked is None or busy or tracked.load_failed or num_computed % self._block_size:
+        if tracked is None or (request_id, tracked.attempt) in self._loads:
+            return 0
+        if tracked.load_failed or num_computed % self._block_size:
             return 0
         tracked.num_local_hit = num_computed
         matched = self._scheduler.get_num_new_matched_tokens(self._view(tracked), num_computed)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.base import TransferKey, TransferResults, WorkerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.transfer.units import COPY_TIMEOUT_S
 from pdkv.errors import ConfigError
@@ -157,12 +157,6 @@ def _make_pool(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.devi
 
 
 def merge(parts: Sequence[TransferResults]) -> TransferResults:
-    """Results of several calls as one."""
-    parts = [part for part in parts if part]
-    if not parts:
-        return NO_TRANSFERS
-    merged: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
-    for part in parts:
-        for target, source in zip(merged, part, strict=True):
-            target.update(source)
-    return TransferResults(*merged)
+    """Results of several calls, at least one, as one."""
+    kinds = zip(*parts, strict=True)
+    return TransferResults(*({key: outcome for part in kind for key, outcome in part.items()} for kind in kinds))

@@ -659,6 +659,7 @@ class ConnectorStats(msgspec.Struct, frozen=True):
     hidden_load_seconds: Seconds = 0.0  # of these, while the step thread computed and did not wait for them
     save_seconds: Seconds = 0.0
     hidden_save_seconds: Seconds = 0.0
+    late_saves: Count = 0  # values that were not saved: too much was on its way before their blocks were reused
 
     def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
         names = [name for name in self.__struct_fields__ if name not in ("paths", "held")]

@@ -17,6 +17,7 @@ from store_rig import Engine, FaultyStore, MakeEngine, prefill, random_kv, scatt
 from pdkv.connectors.base import RequestView, TransferResults
 from pdkv.connectors.store import lookup as store_lookup
 from pdkv.connectors.store import values as store_values
+from pdkv.connectors.store import worker as store_worker
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.errors import ConfigError, KVNotFound, StoreUnavailable
@@ -283,6 +284,23 @@ def test_a_gap_that_nobody_has_seen_is_computed_and_stored(make: MakeEngine) -> 
     assert engine.ask(local("v")) == 256
     assert not engine.load(local("v"), blocks, 256).code
     assert torch.equal(engine.tokens(blocks, 256), kv)
+    for each in (writer, engine):
+        each.close()
+
+
+@pytest.mark.parametrize(("kind", "at_once"), [(FaultyStore, 1), (Guessing, 8)], ids=["batches", "key_by_key"])
+def test_a_store_that_is_asked_key_by_key_is_asked_for_eight_values_at_once(
+    monkeypatch: pytest.MonkeyPatch, kind: type[FaultyStore], at_once: int
+) -> None:
+    """F65: whatever the size of a value. One at a time, a load took as many times the way to the store."""
+    monkeypatch.setattr(store_worker, "_STAGING_BYTES", 1)
+    store = kind()
+    writer, engine = Engine(store, "p"), Engine(store, "o")
+    prefill(writer, 512)
+    store.calls.clear()
+    assert engine.ask(local(num_tokens=513)) == 512
+    assert not engine.load(local(num_tokens=513), scattered(512, 16), 512).code
+    assert {count for method, count in store.calls if method == "get"} == {at_once}
     for each in (writer, engine):
         each.close()
 

@@ -584,5 +584,20 @@ def test_parameters_that_this_vocabulary_cannot_serve_are_refused(values: dict[s
     with pytest.raises(InvalidRequest) as error:
         check_for_vocab(params(**values), 50)
     assert error.value.param == field
-    with pytest.raises(InvalidRequest):
-        SamplingState(1, 50).add(0, request(params(**values)))
+
+
+@pytest.mark.parametrize("values", [{"seed": 1.5}, {"temperature": "hot"}, {"logit_bias": {50: 1.0}}, {"seed": None}])
+def test_parameters_that_cannot_be_served_fail_their_own_request(values: dict[str, Any]) -> None:
+    state = SamplingState(2, 50)
+    state.add(0, request(params(**values)))
+    state.add(1, request(params(temperature=0.0)))
+    slots = np.array([0, 1])
+    assert state.looks_back(slots)
+    known = np.zeros((2, 8), np.int32)
+    tokens = state.choose(torch.eye(50)[:2], slots, known, np.array([3, 3]))
+    assert tokens.tolist() == [-1, 1]
+    [(row, failure)] = state.failures.items()
+    assert (row, failure.code) == (0, InvalidRequest.code)
+    assert "the sampling parameters cannot be served" in failure.message
+    state.add(0, request(params(temperature=0.0)))
+    assert state.choose(torch.eye(50)[:2], slots, known, np.array([3, 3])).tolist() == [0, 1]

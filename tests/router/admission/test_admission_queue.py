@@ -486,6 +486,57 @@ def test_a_request_of_more_than_a_minute_s_tokens_goes_when_the_minute_is_full_a
         visit.used(1)
 
 
+def test_a_key_that_starts_many_long_requests_is_stopped_near_its_limit_and_has_a_short_debt() -> None:
+    """F32. What requests ask for is charged when they begin, and given back where it does not come."""
+    rig = Rig(num_slots=99)
+    tenant = rig.tenant("team", tokens_per_minute=10_000)
+    first = rig.admission.arrive(tenant)
+    first.hold([50], 1, 16_000, stream=False)
+    refused = []
+    for _ in range(31):
+        with pytest.raises(TooManyRequests) as error:
+            rig.admission.check(tenant)
+        refused.append(error.value.retry_after_s)
+    assert set(refused) == {37.0}, "what is above a minute's, until the debt is paid"
+    first.came(100)
+    first.used(150)
+    first.close()
+    rig.admission.check(tenant)
+    with rig.admission.arrive(tenant) as visit:
+        visit.hold([50], 1, 9_000, stream=False)
+
+
+def test_tokens_that_nothing_was_taken_for_are_charged_as_they_come_and_a_minute_is_the_debt_at_most() -> None:
+    rig = Rig(num_slots=99)
+    tenant = rig.tenant("team", tokens_per_minute=1000)
+    visits = [rig.admission.arrive(tenant) for _ in range(3)]
+    for visit in visits:
+        visit.hold([44], 1, None, stream=True)  # 256 are charged for its output
+    for num_tokens in (256, 20, 50):
+        rig.admission.check(tenant)
+        for visit in visits:
+            visit.came(num_tokens)
+    with pytest.raises(TooManyRequests, match="1000 tokens a minute: try again in 7 s"):
+        rig.admission.check(tenant)
+    for visit in visits:
+        visit.came(5000)
+        visit.used(44 + 256 + 70 + 5000)
+        visit.close()
+    with pytest.raises(TooManyRequests, match="1000 tokens a minute: try again in 61 s"):
+        rig.admission.check(tenant)
+    rig.now += 61.0
+    rig.admission.check(tenant)
+
+
+def test_a_request_that_asks_for_more_than_ten_minutes_bring_is_refused_by_its_tokens() -> None:
+    rig = Rig(num_slots=9)
+    tenant = rig.tenant("team", tokens_per_minute=60)
+    with rig.admission.arrive(tenant) as visit, pytest.raises(InvalidRequest, match="come to 601 tokens") as refused:
+        visit.hold([101], 5, 100, stream=False)
+    assert refused.value.param == "max_tokens"
+    assert tenant.num_refused == 0
+
+
 def test_a_priority_is_capped_by_the_grant() -> None:
     rig = Rig()
     with pytest.raises(InvalidRequest, match=r"priority must be at least 0 \(lower is more urgent\), got -2147483648"):

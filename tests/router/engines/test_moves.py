@@ -3,14 +3,18 @@
 import asyncio
 import logging
 
+import msgspec
 import pytest
 from dispatch_rig import System, collect, run
 from scripted_engine import expected_output, make_request
 
 from pdkv.config import RecoveryConfig
+from pdkv.grammar.spec import Grammar
 from pdkv.router.engines.health import IDLE_SILENT_TICKS, SILENT_TICKS, ProbeResult
-from pdkv.router.engines.moves import MAX_TRIES, MIN_MOVES_PER_S, STAY_TICKS
+from pdkv.router.engines.moves import HELD_UP_S, MAX_TRIES, MIN_MOVES_PER_S, STAY_TICKS
 from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.request import GenerateRequest
+from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import Abort, Beat, BlockCounts, Failed, Finished, LoadReport, SourceCounts, Submit, Tokens
 
 
@@ -326,3 +330,84 @@ def test_requests_that_wait_for_a_silent_engine_begin_when_it_speaks_though_it_s
         assert (await collect(generation))[0] == expected_output(request)
 
     run(System(1, 1), body, start=False)
+
+
+# --- grammars that hold engines up ------------------------------------------------------------------------------------
+
+
+def shaped_request(pattern: str, num_prompt: int = 20) -> GenerateRequest:
+    params = SamplingParams(max_tokens=8, seed=1, grammar=Grammar("regex", pattern))
+    return msgspec.structs.replace(make_request(num_prompt), params=params)
+
+
+class LateEngine:
+    """Three engines, of which the first has all requests; then its step takes ever longer."""
+
+    def __init__(self, system: System, *requests: GenerateRequest) -> None:
+        self.system = system
+        self.dispatcher = system.dispatcher
+        start_with_beats(self.system)
+        for backend in self.system.backends.values():
+            backend.held = True
+        policy, self.dispatcher._routes.policy = self.dispatcher._routes.policy, lambda snapshot: snapshot.engines[0]
+        self.generations = [self.dispatcher.start(request) for request in requests]
+        self.dispatcher._routes.policy = policy
+
+    def be_late(self, *names: str, busy_s: float = 3.0, ticks: int = 10) -> None:
+        for _ in range(ticks):
+            for name, backend in self.system.backends.items():
+                backend.say(Beat("e0", busy_s if name in names else 0.0, 0.1))
+            self.dispatcher.look_after_engines()
+
+    def submits(self, generation: Generation, *names: str) -> list[Submit]:
+        """What these engines were asked of it."""
+        heard = [m for name in names for m in self.system.backends[name].heard(Submit)]
+        return [m for m in heard if m.request_id == generation.request_id]
+
+    async def finish(self) -> None:
+        """The engines go on, and all is answered."""
+        self.be_late()
+        for backend in self.system.backends.values():
+            backend.release()
+        for generation in self.generations:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+
+def test_a_grammar_that_holds_up_its_engine_is_not_carried_to_the_next() -> None:
+    """F45: one request stopped every engine in turn, as it was moved off each that was late by its mask."""
+
+    async def body(system: System) -> None:
+        late = LateEngine(system, shaped_request("a+"), shaped_request("a+", 21), make_request(22))
+        late.be_late("any-0")
+        for shaped in late.generations[:2]:
+            assert late.submits(shaped, "any-1", "any-2") == []
+        assert len(late.submits(late.generations[2], "any-1", "any-2")) == 1
+        await late.finish()
+
+    run(System(0, 3), body, start=False)
+
+
+def test_of_several_grammars_each_runs_alone_and_the_one_that_is_late_again_stays() -> None:
+    async def body(system: System) -> None:
+        late = LateEngine(system, *(shaped_request(f"{letter}+", 20 + i) for i, letter in enumerate("abc")))
+        late.be_late("any-0")
+        asked = [late.submits(generation, "any-1", "any-2") for generation in late.generations]
+        assert [[m.trial_tokens for m in submits] for submits in asked] == [[2], [2], []]  # one for each engine
+        late.be_late("any-0", "any-1")
+        first = next(g for g in late.generations if g.flow.route.decode == "any-1")
+        assert len(late.submits(first, "any-1", "any-2")) == 1
+        await late.finish()
+
+    run(System(0, 3), body, start=False)
+
+
+def test_a_grammar_leaves_an_engine_that_is_late_for_longer_than_any_grammar_takes() -> None:
+    async def body(system: System) -> None:
+        late = LateEngine(system, shaped_request("a+"))
+        late.be_late("any-0", busy_s=HELD_UP_S - 1.0)
+        assert late.submits(late.generations[0], "any-1", "any-2") == []
+        late.be_late("any-0", busy_s=HELD_UP_S + 1.0)
+        assert [m.trial_tokens for m in late.submits(late.generations[0], "any-1", "any-2")] == [2]
+        await late.finish()
+
+    run(System(0, 3), body, start=False)

@@ -15,11 +15,12 @@ from pdkv.errors import (
     ConfigError,
     EngineUnavailable,
     IncompatiblePeers,
+    InvalidRequest,
     RequestAborted,
-    RequestFailed,
     RequestTimeout,
 )
 from pdkv.router.generations.dispatch import Delta, Dispatcher
+from pdkv.router.generations.driver import TIMER_SLACK_S
 from pdkv.wire.messages import (
     Abort,
     BlockCounts,
@@ -250,6 +251,31 @@ def test_a_clients_deadline_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
     run(System(0, 1, clock=lambda: timers.now), body)
 
 
+def test_a_timer_that_rings_a_little_early_names_the_deadline_that_it_was_set_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F36."""
+    timers = Timers(monkeypatch)
+
+    async def body(system: System) -> None:
+        timers.watch(system.dispatcher)
+        backend = system.backends["any-0"]
+        backend.held = True
+        own = system.dispatcher.start(make_request(timeout_s=10.0, stall_timeout_s=600.0))
+        servers = system.dispatcher.start(make_request(timeout_s=900.0, stall_timeout_s=20.0))
+        for passed_s, generation, message in (
+            (10.0, own, "the request took longer than 10 s"),
+            (10.0, servers, "no token came for 20 s"),
+        ):
+            timers.now += passed_s - TIMER_SLACK_S / 4
+            system.dispatcher._expire(generation)
+            with pytest.raises(RequestTimeout, match=f"^{message}$"):
+                await collect(generation)
+        backend.release()
+
+    run(System(0, 1, clock=lambda: timers.now), body)
+
+
 def test_unknown_and_stale_messages_are_counted_and_dropped() -> None:
     async def body(system: System) -> None:
         generation = system.dispatcher.start(make_request())
@@ -308,20 +334,19 @@ def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
     run(System(1, 2), body)
 
 
-def test_retryable_failure_goes_elsewhere_and_a_final_one_does_not() -> None:
+def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_not() -> None:
     async def body(system: System) -> None:
-        for retryable in (True, False):
+        for code in ("overloaded", InvalidRequest.code):
             system.backends["prefill-0"].held = True
             generation = system.dispatcher.start(make_request())
             submit = system.backends["prefill-0"].heard(Submit)[-1]
             system.backends["prefill-0"].engine.tasks.clear()
-            system.backends["prefill-0"].say(Failed(submit.request_id, 0, "overloaded", "no room", retryable))
-            if retryable:
+            system.backends["prefill-0"].say(Failed(submit.request_id, 0, code, "no room", code == "overloaded"))
+            if code == "overloaded":
                 assert (await collect(generation))[0] == expected_output(generation.flow.request)
             else:
-                with pytest.raises(RequestFailed, match="no room") as info:
+                with pytest.raises(InvalidRequest, match=r"^no room$"):
                     await collect(generation)
-                assert info.value.code == "overloaded"
 
     system = System(2, 1)
     system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]

@@ -49,7 +49,7 @@ def test_others_have_their_turn_between_two_parts() -> None:
     async def main() -> list[str]:
         flow = RequestFlow(request(10 * MAX_TAKEN), Route("d", "d"), request_id="r", transfer_id="t", now=0.0)
         flow.output.add(tokens(0, 3 * MAX_TAKEN))
-        generation = Generation(flow, on_abort=lambda _: None)
+        generation = Generation(flow, on_end=lambda *_: None)
         seen: list[str] = []
         loop = asyncio.get_running_loop()
         for number in range(3):

@@ -258,6 +258,40 @@ def test_a_key_has_its_tokens_a_minute(tmp_path: Path) -> None:
         assert f"pdkv_key_{line}" in lines
 
 
+def test_a_key_in_debt_is_refused_before_its_body_is_read(tmp_path: Path) -> None:
+    """What comes beyond the 256 tokens that a request without max_tokens is taken to have is charged as it comes."""
+    rig = Rig(tmp_path, limits="tokens_per_minute = 300\n")
+
+    async def main() -> None:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+        reply, task = begin(rig.app, "POST", "/v1/chat/completions", body, rig.headers("a"))
+        generation = await rig.dispatcher.next_generation(0)
+        for _ in range(400):
+            generation.put(tokens(*ids("a")))
+        while generation.num_unread:
+            await asyncio.sleep(0)
+        unread = Exchange("POST", "/v1/completions", b"", rig.headers("a"))
+        await rig.app(unread.scope, lambda: pytest.fail("the body is read"), unread.send)
+        assert (unread.status, unread.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        generation.put(tokens(*ids("a"), end="stop"))
+        await task
+        assert reply.status == 200
+
+    run(main())
+
+
+def test_engines_are_told_tenants_apart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, say(ids("ok")))
+    for name in ("a", "b", "a"):
+        run(rig.post(name))
+    first, second, third = [request.tenant for request in rig.dispatcher.requests]
+    assert first == third != second
+    assert "" not in (first, second)
+    keyless = FakeDispatcher(say(ids("ok")))
+    run(call(make_app(keyless), "POST", "/v1/completions", BODY))
+    assert keyless.requests[0].tenant == ""
+
+
 def test_a_prompt_that_never_ran_costs_its_key_nothing(tmp_path: Path) -> None:
     rig = Rig(tmp_path, limits="tokens_per_minute = 30\n")  # a request has 20
 

@@ -86,6 +86,35 @@ def test_small_ones_do_not_wait_behind_large_ones_and_do_not_fill_their_room() -
     run(main())
 
 
+def test_a_key_holds_as_much_as_it_leaves_free_and_another_has_its_turn_before_what_waits() -> None:
+    async def main() -> None:
+        bodies = budget()
+        exempt, own, further, more, others, others_next = (Held(key) for key in ("", "a", "a", "a", "b", "b"))
+        bodies.take(own, 4 * MIB)
+        tasks = [waits(bodies, exempt, LARGEST * 2), waits(bodies, further, MIB), waits(bodies, more, MIB)]
+        await turns()
+        assert exempt.is_exempt
+        assert [task.done() for task in tasks] == [True, False, False], "half is left free, for other keys"
+        bodies.take(others, MIB)
+        tasks.append(waits(bodies, others_next, 4 * MIB))
+        await turns()
+        assert not tasks[3].done()
+        bodies.give(own)
+        await turns()
+        assert [task.done() for task in tasks[1:]] == [True, True, False]
+        bodies.give(further)
+        bodies.give(more)
+        await turns()
+        assert not tasks[3].done(), "it would have five of the eight"
+        bodies.give(others)
+        await tasks[3]
+        for held in (exempt, others_next):
+            bodies.give(held)
+        assert (bodies.num_waiting, bodies.held) == (0, 0)
+
+    run(main())
+
+
 def test_requests_that_wait_for_each_others_bytes_all_come_to_their_end() -> None:
     """Each takes its bytes piece by piece, and lets go when it has all: too much is asked for, and the bound holds."""
     rng = random.Random(5)

@@ -21,6 +21,7 @@ from pdkv.errors import ConfigError
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http import connections as http_connections
+from pdkv.router.http import paused_body
 from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.connections import connection_limit
 from pdkv.router.http.drain import Drain
@@ -111,19 +112,41 @@ def test_a_chunked_body_that_is_too_large_gets_its_413_and_no_reset() -> None:
     assert exchange(head + chunk * 24 + b"0\r\n\r\n").status == 413
 
 
-def test_a_body_that_nobody_asked_for_does_not_keep_the_connection() -> None:
-    assert exchange_without_close_header(b"POST /nowhere HTTP/1.1\r\ncontent-length: 100000\r\n\r\nx").status == 404
-
-
-def exchange_without_close_header(request: bytes) -> Reply:
-    async def main() -> Reply:
-        async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
-            await client.send(request)
-            reply = await client.reply()
+@pytest.mark.parametrize("length", [100_000, 100], ids=["too long", "too late"])
+def test_a_body_that_nobody_asked_for_does_not_keep_the_connection(length: int) -> None:
+    async def main() -> None:
+        limits = HttpLimits(max_body_bytes=50_000, header_timeout_s=60.0 if length == 100_000 else 0.1)
+        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+            await client.send(f"POST /nowhere HTTP/1.1\r\ncontent-length: {length}\r\n\r\nx".encode())
+            assert (await client.reply()).status == 404
             assert await client.at_end()
-            return reply
 
-    return run(main())
+    run(main())
+
+
+@pytest.mark.parametrize("size", [100, 200_000])
+@pytest.mark.parametrize(("method", "path", "status"), [("POST", "/nowhere", 404), ("POST", "/v1/models", 405)])
+def test_a_body_that_comes_behind_its_answer_takes_no_later_request_along(
+    method: str, path: str, status: int, size: int
+) -> None:
+    """F35. Answered before it is read; the connection, which was promised to be kept, has its idle time then."""
+
+    async def main() -> None:
+        limits = HttpLimits(header_timeout_s=1.0)
+        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+            for framing in (f"content-length: {size}", "transfer-encoding: chunked"):
+                await client.send(f"{method} {path} HTTP/1.1\r\nhost: test\r\n{framing}\r\n\r\n".encode())
+                reply = await client.reply()
+                assert (reply.status, reply.headers.get("connection")) == (status, None)
+                await client.send(
+                    b"x" * size if "length" in framing else b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size)
+                )
+                await client.send(get("/version"))
+                assert (await client.reply()).status == 200
+            [connection] = server.state.connections
+            assert connection._header_timer is None
+
+    run(main())
 
 
 UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA"
@@ -381,6 +404,49 @@ def test_the_generation_of_a_client_that_does_not_read_ends_with_its_connection(
                     await asyncio.sleep(0.001)
                 while server.state.connections or server.state.tasks:
                     await asyncio.sleep(0.001)
+
+    run(main())
+
+
+def test_a_client_that_reads_too_slowly_is_dropped() -> None:
+    """F33. It never reads nothing for as long as it may, but far less than --min-send-rate."""
+    size = 64 << 20
+
+    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async def main() -> None:
+        loop, limits = asyncio.get_running_loop(), HttpLimits(send_timeout_s=0.2, min_send_rate=40 << 20)
+        async with serving(large_app, limits) as server:
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.setblocking(False)
+                await loop.sock_sendall(client, get("/"))
+                await served(server.state, 1)
+                while server.state.connections:
+                    with contextlib.suppress(ConnectionError):
+                        await loop.sock_recv(client, 64 << 10)  # more than nothing every time
+                    await asyncio.sleep(0.05)
+
+    run(main())
+
+
+@pytest.mark.parametrize("behind", [get("/version"), get("/version") * 3000, b"GET /version HTTP/1.1\r\nx: "])
+def test_a_client_that_sends_ahead_and_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch, behind: bytes) -> None:
+    """F34. Nothing is read behind a request under way, so its end is not, either."""
+    monkeypatch.setattr(paused_body, "CHECK_S", 0.01)
+
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        async with serving(make_app(dispatcher)) as server:
+            async with connected(server.port) as client:
+                await client.send(post(COMPLETIONS, PROMPT))
+                generation = await dispatcher.next_generation(0)
+                await client.send(behind)
+                while not next(iter(server.state.connections)).flow.read_paused and len(behind) > 30:
+                    await asyncio.sleep(0)
+            await generation.over.wait()
+            assert generation.aborted
 
     run(main())
 

@@ -183,7 +183,7 @@ def test_a_stop_string_cuts_text_and_tokens_and_aborts() -> None:
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "STOP")
     assert choice["token_ids"] == ids("abSTOP")
     assert body["usage"]["completion_tokens"] == 6
-    assert dispatcher.generations[0].aborted
+    assert dispatcher.generations[0].finished
 
 
 def test_a_stop_token_is_counted_and_named_but_not_shown() -> None:

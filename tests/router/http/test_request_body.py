@@ -1,7 +1,6 @@
 """Bodies on real connections: they wait for room unread, in order, as long as they may."""
 
 import asyncio
-import json
 
 import pytest
 from fake_dispatcher import FakeDispatcher, say
@@ -256,23 +255,5 @@ def test_who_keeps_nobody_waiting_may_take_its_time(monkeypatch: pytest.MonkeyPa
             await slow.send(post(COMPLETIONS, PROMPT.ljust(LARGE))[BEGINNING:])
             assert (await slow.reply()).status == 200
             bodies.give(full)
-
-    run(main())
-
-
-def test_what_the_tokenizer_has_no_room_for_waits_for_it() -> None:
-    """Six large prompts at once, of which the queue for tokenization takes two."""
-    limits = HttpLimits(max_body_bytes=LARGE, max_queued_text=2 * LARGE)
-    body = json.dumps({"model": MODEL, "prompt": "x" * 100}).encode().ljust(LARGE)
-
-    async def ask(server: Serving) -> int:
-        async with connected(server.port) as client:
-            await client.send(post(COMPLETIONS, body))
-            return (await client.reply()).status
-
-    async def main() -> None:
-        app = make_app(FakeDispatcher(say(ids("ab"))), limits=limits)
-        async with serving(app, limits) as server:
-            assert await asyncio.gather(*(ask(server) for _ in range(6))) == [200] * 6
 
     run(main())

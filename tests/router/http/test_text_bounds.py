@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,7 @@ from asgi_client import begin, call, run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, make_app, model_config, tokenizer
 
-from pdkv.config import HttpLimits
-from pdkv.errors import InvalidRequest
+from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.http import app as app_module
 from pdkv.router.http import openai
 from pdkv.router.http.decoding import CHAT as CHAT_DECODER
@@ -211,9 +211,9 @@ class Gate:
         return "done"
 
 
-def test_what_nobody_waits_for_leaves_the_queue_and_the_budget() -> None:
+def test_what_nobody_waits_for_leaves_the_queue() -> None:
     async def main() -> None:
-        pool = TextPool(10_000, largest=4000)
+        pool = TextPool()
         gate = Gate()
         running = asyncio.create_task(pool.run(3000, gate.work))
         await asyncio.to_thread(gate.entered.wait)
@@ -221,14 +221,11 @@ def test_what_nobody_waits_for_leaves_the_queue_and_the_budget() -> None:
         queued = asyncio.create_task(pool.run(4000, lambda cancelled: ran.append(1)))
         await asyncio.sleep(0)
         assert pool.held == 7000
-        waiting = asyncio.create_task(pool.run(4000, lambda cancelled: ran.append(2)))
-        await asyncio.sleep(0)
-        assert pool.held == 7000, "there is no room for it"
-        for task in (waiting, queued, running):
+        for task in (queued, running):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert pool.held == 3000, "a thread cannot be stopped: what it works on counts"
+        assert pool.held == 0
         gate.open.set()
         assert await pool.run(4000, lambda cancelled: "next") == "next"
         assert gate.cancelled
@@ -238,9 +235,79 @@ def test_what_nobody_waits_for_leaves_the_queue_and_the_budget() -> None:
     run(main())
 
 
+def spin(seconds: float) -> None:
+    """Use a processor."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_turns_go_by_key_and_what_was_used_of_a_processor_counts() -> None:
+    """F31. One key's work is longer than its texts explain; the other's, sent behind it, has its turns first."""
+
+    async def main() -> None:
+        pool = TextPool()
+        gate, order = Gate(), list[str]()
+
+        def work(name: str, seconds: float) -> Callable[[Callable[[], bool]], None]:
+            return lambda cancelled: (spin(seconds), order.append(name))[1]
+
+        tasks = [asyncio.create_task(pool.run(3000, gate.work, "another"))]
+        await asyncio.to_thread(gate.entered.wait)
+        tasks += [asyncio.create_task(pool.run(3000, work("a", 0.1), "a")) for _ in range(3)]
+        tasks += [asyncio.create_task(pool.run(3000, work("b", 0.0), "b")) for _ in range(3)]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(*tasks)
+        assert order == ["a", "b", "b", "b", "a", "a"]
+        pool.close()
+
+    run(main())
+
+
+def test_what_takes_longer_than_its_text_explains_is_done_apart_from_texts() -> None:
+    async def main() -> None:
+        pool = TextPool()
+        gate, threads = Gate(), list[str]()
+
+        def schema(cancelled: Callable[[], bool]) -> str:
+            threads.append(threading.current_thread().name.rpartition("_")[0])
+            if threads[-1] == "text-schemas":
+                return gate.work(cancelled)
+            while not cancelled():
+                pass
+            raise RequestAborted("it is over", request_id="")
+
+        task = asyncio.create_task(pool.run(3000, schema, "a"))
+        await asyncio.to_thread(gate.entered.wait)
+        assert await pool.run(3000, lambda cancelled: "text", "a") == "text"
+        gate.open.set()
+        assert await task == "done"
+        assert threads == ["text-short", "text-schemas"]
+        pool.close()
+
+    run(main())
+
+
+def test_a_pool_that_is_closed_drops_what_waits() -> None:
+    async def main() -> None:
+        pool, gate = TextPool(), Gate()
+        running = asyncio.create_task(pool.run(3000, gate.work))
+        await asyncio.to_thread(gate.entered.wait)
+        queued = asyncio.create_task(pool.run(3000, lambda cancelled: "never"))
+        await asyncio.sleep(0)
+        pool.close()
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+        gate.open.set()
+        assert await running == "done"
+
+    run(main())
+
+
 def test_large_bodies_do_not_hold_up_small_ones() -> None:
     async def main() -> None:
-        pool = TextPool(10 << 20)
+        pool = TextPool()
         gate = Gate()
         large = asyncio.create_task(pool.run(1 << 20, gate.work))
         await asyncio.to_thread(gate.entered.wait)
@@ -335,26 +402,6 @@ def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPa
         reply = await call(app, "POST", COMPLETIONS, body, {"x-pd-timeout-s": "0.05"})
         assert (reply.status, reply.json()["error"]["code"]) == (504, "timeout")
         gate.open.set()
-
-    run(main())
-
-
-def test_what_finds_the_queue_full_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = HttpLimits(max_queued_text=INLINE_BYTES + 2, max_body_bytes=INLINE_BYTES + 1)
-    app = make_app(FakeDispatcher(say(ids("ab"))), limits=limits)  # which tokenizes, too
-    gate = Gate()
-    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: [gate.work(lambda: False)] and [5])
-
-    async def main() -> None:
-        body = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(INLINE_BYTES + 1)
-        first_reply, first = begin(app, "POST", COMPLETIONS, body)
-        await asyncio.to_thread(gate.entered.wait)
-        others = [begin(app, "POST", COMPLETIONS, body) for _ in range(3)]
-        await asyncio.sleep(0)
-        gate.open.set()
-        await first
-        await asyncio.gather(*(task for _, task in others))
-        assert [reply.status for reply in (first_reply, *(reply for reply, _ in others))] == [200] * 4
 
     run(main())
 

@@ -133,7 +133,7 @@ def test_the_engines_are_told_when_no_more_is_wanted() -> None:
     app = make_app(dispatcher, api=HttpApi(tool_parser="hermes"), max_model_len=2000)
     body = {"messages": USER, "tools": FUNCTIONS, "parallel_tool_calls": False}
     assert run(call(app, "POST", CHAT, body)).status == 200
-    assert dispatcher.generations[0].aborted
+    assert dispatcher.generations[0].finished
 
 
 def test_a_call_that_is_cut_off_keeps_the_length_as_its_reason() -> None:

@@ -8,6 +8,9 @@ from pdkv.connector_kit.rig.world import SHORT_S, TRANSFER_POLL_S, NotApplicable
 BIG = Shape(num_blocks=160, num_layers=4, head_size=64)
 """Blocks of 128 KiB: a transfer takes long enough to be met on its way."""
 
+HUGE, HUGE_BLOCKS = Shape(num_blocks=144, num_layers=8, head_size=128), 64
+"""So many blocks of 512 KiB are 32 MiB: a peer can be stopped in the middle of their transfer."""
+
 WHILE_S = TRANSFER_POLL_S
 """For so long something must not happen; every engine runs at least one step in that time."""
 
@@ -203,10 +206,11 @@ def quarantine(setting: Setting) -> None:
             for num_early in (0, 2):
                 _late_write(world, num_early, after_deadline=False)
                 _late_write(world, num_early, after_deadline=True)
-    with World(setting, BIG, BIG) as world:
+    with World(setting, HUGE, HUGE) as world:
         for order in legal_orders(world):
-            for _ in range(2 if setting.quick else 6):
-                _cancel_under_way(world, order)
+            for _ in range(1 if setting.quick else 3):
+                for stops in (False, True)[: 1 if setting.one_process else 2]:
+                    _cancel_under_way(world, order, stops=stops)
 
 
 def _late_write(world: World, num_early: int, *, after_deadline: bool) -> None:
@@ -227,15 +231,24 @@ def _late_write(world: World, num_early: int, *, after_deadline: bool) -> None:
     transfer.release()
 
 
-def _cancel_under_way(world: World, order: str) -> None:
-    """A big load is cancelled as soon as it has begun; its blocks have new owners as soon as that is answered."""
-    transfer = Handover(world, 16 * 64, order=order, check=False)
+def _cancel_under_way(world: World, order: str, *, stops: bool) -> None:
+    """A big load is cancelled when it has begun; its blocks have new owners as soon as that is answered. The producer
+    may be stopped when a part is there, until the blocks have their new owners.
+    """
+    transfer = Handover(world, 16 * HUGE_BLOCKS, order=order)
     transfer.take()
     if transfer.is_push:
         world.producer.step()
+    if stops:
+        world.consumer.wait_written(transfer.receiver, WHILE_S)
+        world.stop("p")
     transfer.drop_receiver()
+    if stops:
+        world.runs_until(lambda: not world.consumer.quarantine, world.passed_s)  # or what is received waits for the end
+        world.consumer.step()
+        world.resume("p")
     world.until(lambda: not world.consumer.quarantine, "a cancelled load is answered")
-    world.consumer.step()
-    world.run_for(WHILE_S / 4)
+    world.consumer.step()  # other requests write the blocks
+    world.run_for(WHILE_S / 2)
     world.check_pools()
     transfer.release()

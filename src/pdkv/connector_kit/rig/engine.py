@@ -386,6 +386,12 @@ class Engine:
         answers = self.ask_all(p.UpdatePeers(others, added, removed), p.Refusals)
         return [message for answer in answers for message in answer.messages]
 
+    def wait_written(self, request: Request, timeout_s: float) -> None:
+        """Return when something of a request's load has come, with no step in between, or when the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while not self.ask(p.Written(request.block_ids), p.Truth).value and time.monotonic() < deadline:
+            pass
+
     def foreign_writes(self) -> list[int]:
         """Blocks of any rank that were written from outside although no load had them."""
         return sorted({block for rank in self.ask_all(p.ForeignWrites(), p.Blocks) for block in rank.block_ids})

@@ -175,6 +175,12 @@ class ForeignWrites(Command, frozen=True):
     """Blocks that somebody else has written although no load had them."""
 
 
+class Written(Command, frozen=True):
+    """Whether something of a load has come, as some words of its blocks tell; answered by Truth."""
+
+    block_ids: list[int]
+
+
 class TakeCalls(Command, frozen=True):
     """Records of the connector calls since the last TakeCalls."""
 
@@ -250,7 +256,7 @@ class Exit(Command, frozen=True):
 AnyCommand = (
     Build | Close | Drop | UpdatePeers | Match | Allocate | Plan | FinishRequest | Settle | IsPending | TakeEvents
     | Reuse | Publish | Execute | Expect | Fill | ForeignWrites | TakeCalls | Instrument | CopyCost | GetUsage | Await
-    | Digest | Forward | Throttle | OpenBare | MoveBare | Exit | Spoil | Unspoil
+    | Digest | Forward | Throttle | OpenBare | MoveBare | Exit | Spoil | Unspoil | Written
 )  # fmt: skip
 
 

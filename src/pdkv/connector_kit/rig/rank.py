@@ -91,6 +91,9 @@ class HostedRank:
                 self._write(command.range, garbage=not command.range.text)
             case p.ForeignWrites():
                 return p.Blocks(self._foreign_writes())
+            case p.Written(block_ids=block_ids):
+                words, known = self._words[block_ids, ..., 0], self._known_words[block_ids, ..., 0]
+                return p.Truth(not np.array_equal(words, known))
             case p.TakeCalls():
                 return p.Calls(self._watch.take())
             case p.Instrument():

@@ -1,0 +1,30 @@
+"""Grammars that engines gave up, since they cost too much, are refused by their digest before any engine is asked."""
+
+from pdkv.errors import GrammarGivenUp
+from pdkv.grammar.spec import Grammar
+
+REFUSED_S, MAX_GIVEN_UP = 60.0, 1024
+"""How long a grammar that was given up is refused, and how many are remembered: the latest."""
+
+
+class GivenUpGrammars:
+    """Of one router. No clock: `now` is in seconds."""
+
+    def __init__(self) -> None:
+        self._given_up: dict[bytes, tuple[float, GrammarGivenUp]] = {}  # by digest: until when, and why; oldest first
+
+    def add(self, grammar: Grammar, error: GrammarGivenUp, now: float) -> None:
+        """An engine gave it up."""
+        digest = grammar.digest
+        self._given_up.pop(digest, None)
+        self._given_up[digest] = (now + REFUSED_S, error.anew())
+        if len(self._given_up) > MAX_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
+
+    def check(self, grammar: Grammar | None, now: float) -> None:
+        """Raises GrammarGivenUp, as the engine did, while the grammar is refused."""
+        if grammar is None or not self._given_up:
+            return
+        until, error = self._given_up.get(grammar.digest, (now, None))
+        if error is not None and now < until:
+            raise error.anew()

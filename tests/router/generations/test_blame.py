@@ -1,0 +1,255 @@
+"""Whose fault a failure is: an engine's that others contradict, a request's that two engines fail, or a client's."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from dispatch_rig import InProcessBackend, System, collect, run, until
+from scripted_engine import ScriptedEngine, expected_output, make_request
+
+from pdkv.config import RecoveryConfig
+from pdkv.errors import LogitsProcessorFailed, RequestFailed, RequestTimeout
+from pdkv.router.engines.breakers import MIN_EVENTS
+from pdkv.router.generations.driver import TIMER_SLACK_S
+from pdkv.router.generations.generation import Generation
+from pdkv.wire.messages import Failed, RouterToEngine, Submit, Tokens
+
+NUM_CLIENTS, NUM_REQUESTS = 8, 1000
+
+
+class FailingBackend(InProcessBackend):
+    """An engine that answers Submits with a failure that it says another engine would have, too."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        super().__init__(engine)
+        self.fails: Callable[[Submit], bool] = lambda submit: False
+        self.code = "internal_error"
+        self.num_failed = 0
+
+    def send(self, message: RouterToEngine) -> None:
+        if isinstance(message, Submit) and self.fails(message):
+            self.num_failed += 1
+            answer = Failed(message.request_id, message.attempt, self.code, f"{self.name} is broken", retryable=False)
+            asyncio.get_running_loop().call_soon(self.say, answer)
+        else:
+            super().send(message)
+
+
+def failing(system: System, name: str) -> FailingBackend:
+    backend = system.backends[name]
+    assert isinstance(backend, FailingBackend)
+    return backend
+
+
+def breaker(system: System, name: str) -> str:
+    return next(e["breaker"] for e in system.dispatcher.topology()["engines"] if e["name"] == name)
+
+
+def num_failures(system: System, name: str) -> int:
+    return sum(failures for _, _, failures in system.dispatcher.fleet.engines[name].breaker._counts)
+
+
+async def serve_many(system: System) -> int:
+    """Requests of several clients, each behind the other; returns how many failed."""
+    num_lost, numbers = 0, iter(range(NUM_REQUESTS))
+
+    async def client() -> None:
+        nonlocal num_lost
+        for number in numbers:
+            request = make_request(20 + number % 50, 4)
+            try:
+                assert (await collect(system.dispatcher.start(request)))[0] == expected_output(request)
+            except RequestFailed:
+                num_lost += 1
+
+    await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
+    return num_lost
+
+
+def with_failing(body: Callable[[System], Awaitable[None]], **options: Any) -> None:
+    num_prefill, num_decode = (4, 2) if options.pop("side") == "prefill" else (2, 4)
+    run(System(num_prefill, num_decode, backend=FailingBackend, **options), body)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_engine_that_fails_everything_costs_no_request_and_is_avoided(side: str) -> None:
+    """F41: it failed fast, so it was the least loaded one for ever: 144,004 of 144,953 requests were lost."""
+
+    async def body(system: System) -> None:
+        bad = failing(system, f"{side}-0")
+        bad.fails = lambda submit: True
+        assert await serve_many(system) <= NUM_REQUESTS * 2 // 1000
+        assert breaker(system, bad.name) == "open"
+        assert bad.num_failed < NUM_REQUESTS // 10
+        others = {e.name for e in system.dispatcher.engines()} - {bad.name}
+        assert {breaker(system, name) for name in others} == {"closed"}
+
+    with_failing(body, side=side, policy="least_loaded")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_engine_that_fails_one_in_five_costs_no_request(side: str) -> None:
+    async def body(system: System) -> None:
+        bad, chance = failing(system, f"{side}-0"), random.Random(1)
+        bad.fails = lambda submit: chance.random() < 0.2
+        assert await serve_many(system) <= NUM_REQUESTS * 2 // 1000
+        assert bad.num_failed > 10
+
+    with_failing(body, side=side)
+
+
+def test_two_engines_of_four_that_fail_everything_are_avoided() -> None:
+    """What both of them refuse is believed, but it tells against them, too: nothing goes well there."""
+
+    async def body(system: System) -> None:
+        for name in ("prefill-0", "prefill-1"):
+            failing(system, name).fails = lambda submit: True
+        await serve_many(system)
+        assert [breaker(system, f"prefill-{i}") for i in range(4)] == ["open", "open", "closed", "closed"]
+
+    with_failing(body, side="prefill", policy="least_loaded")
+
+
+def test_what_two_engines_refuse_is_the_request_s_fault_and_is_tried_on_no_third() -> None:
+    async def body(system: System) -> None:
+        for _ in range(12):
+            await collect(system.dispatcher.start(make_request()))  # all engines work
+        for name in system.backends:
+            failing(system, name).fails = lambda submit: len(submit.prompt_token_ids) == 99
+            failing(system, name).code = LogitsProcessorFailed.code
+        for _ in range(3 * MIN_EVENTS):
+            with pytest.raises(
+                LogitsProcessorFailed, match=r"broken \(tried twice: on prefill-\d and on prefill-\d\)$"
+            ):
+                await collect(system.dispatcher.start(make_request(99)))
+        assert sum(failing(system, name).num_failed for name in system.backends) == 2 * 3 * MIN_EVENTS
+        assert {num_failures(system, name) for name in system.backends} == {0}
+
+    with_failing(body, side="prefill")
+
+
+@pytest.mark.parametrize("retry_limit", [0, 3])
+def test_what_no_other_engine_can_try_is_believed_at_once(retry_limit: int) -> None:
+    """Also where one is gone that may come back: the client would be who waits."""
+
+    async def body(system: System) -> None:
+        if retry_limit:
+            system.backends["any-1"].die()
+        failing(system, "any-0").fails = failing(system, "any-1").fails = lambda submit: True
+        with pytest.raises(RequestFailed, match=r"^any-\d is broken$"):
+            await collect(system.dispatcher.start(make_request()))
+
+    run(System(0, 2, backend=FailingBackend, recovery=RecoveryConfig(retry_limit=retry_limit)), body)
+
+
+def test_a_stream_that_decode_fails_goes_on_on_another_engine_and_tells_against_the_first() -> None:
+    async def body(system: System) -> None:
+        request = next(r for n in range(20, 400) if len(expected_output(r := make_request(n, 8))) == 8)
+        generation: Generation = system.dispatcher.start(request)
+        await until(lambda: len(generation.flow.output_token_ids) >= 3)
+        bad = system.backends[generation.decode_engine]
+        bad.engine.tasks.clear()
+        bad.say(Failed(generation.request_id, 0, "non_finite_logits", "NaN", retryable=False))
+        assert num_failures(system, bad.name) == 0  # no other engine has contradicted it
+        assert (await collect(generation))[0] == expected_output(request)
+        assert num_failures(system, bad.name) == 1
+        assert generation.decode_engine != bad.name
+
+    run(System(1, 2), body)
+
+
+class Streams:
+    """Streams with a deadline of 10 s on an engine that does what the test says, by the test's clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.system = System(0, 2, clock=lambda: self.now)
+        self.system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+
+    def start(self) -> Generation:
+        for backend in self.system.backends.values():
+            backend.held = True
+        return self.system.dispatcher.start(make_request(max_tokens=200, timeout_s=10.0))
+
+    def say_tokens(self, generation: Generation, num: int) -> None:
+        position = len(generation.flow.output_token_ids)
+        backend = self.system.backends[generation.flow.route.decode]
+        backend.say(Tokens(generation.request_id, generation.flow.attempt, position, [1] * num))
+
+    async def expire(self, generation: Generation) -> None:
+        """Its deadline passes now."""
+        self.now = generation.flow.deadline
+        self.system.dispatcher._expire(generation)
+        with pytest.raises(RequestTimeout, match=r"^the request took longer than 10 s$"):
+            await collect(generation)
+
+    def run(self, body: Callable[[], Awaitable[None]]) -> None:
+        async def main(system: System) -> None:
+            await body()
+            for backend in system.backends.values():
+                backend.engine.tasks.clear()
+
+        run(self.system, main)
+
+
+def test_a_client_s_own_deadline_is_not_held_against_an_engine_that_still_sends() -> None:
+    """F42: one tenant with a short deadline and long answers moved everybody's requests off a well engine."""
+    streams = Streams()
+
+    async def body() -> None:
+        for _ in range(2 * MIN_EVENTS):
+            generation = streams.start()
+            for _ in range(10):
+                streams.now += 0.99
+                streams.say_tokens(generation, 10)
+            await streams.expire(generation)
+        assert num_failures(streams.system, "any-0") == 0
+
+    streams.run(body)
+
+
+@pytest.mark.parametrize(("gap_s", "num_gaps", "is_blamed"), [(0.1, 40, True), (0.1, 60, False), (1.5, 2, False)])
+def test_an_engine_that_stops_sending_is_blamed(gap_s: float, num_gaps: int, is_blamed: bool) -> None:
+    """After 5 s, or five times the usual gap: the first stream is silent for 6 s, the second for 4, the third for 7."""
+    streams = Streams()
+
+    async def body() -> None:
+        generation = streams.start()
+        streams.say_tokens(generation, 1)
+        for _ in range(num_gaps):
+            streams.now += gap_s
+            streams.say_tokens(generation, 1)
+        await streams.expire(generation)
+        assert num_failures(streams.system, "any-0") == is_blamed
+
+    streams.run(body)
+
+
+def test_an_engine_that_was_asked_at_the_last_moment_is_not_blamed_for_the_deadline() -> None:
+    streams = Streams()
+
+    async def body() -> None:
+        generation = streams.start()
+        streams.now += 9.0
+        streams.system.backends["any-0"].die()
+        assert generation.flow.route.decode == "any-1"
+        await streams.expire(generation)
+        assert num_failures(streams.system, "any-1") == 0
+
+    streams.run(body)
+
+
+def test_a_deadline_that_is_seen_a_little_early_is_named() -> None:
+    """Event loops round their timers: 504s said that no token had come for 600 s, of a request of a millisecond."""
+    streams = Streams()
+
+    async def body() -> None:
+        generation = streams.start()
+        streams.now = generation.flow.deadline - TIMER_SLACK_S / 2
+        streams.system.dispatcher._expire(generation)
+        with pytest.raises(RequestTimeout, match=r"^the request took longer than 10 s$"):
+            await collect(generation)
+
+    streams.run(body)

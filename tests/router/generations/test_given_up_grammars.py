@@ -1,0 +1,63 @@
+"""Grammars that engines gave up are refused for a while, before any engine is asked."""
+
+import msgspec
+import pytest
+from dispatch_rig import System, collect, run
+from scripted_engine import make_request
+
+from pdkv.errors import GrammarGivenUp
+from pdkv.grammar.spec import Grammar
+from pdkv.router.generations.given_up_grammars import MAX_GIVEN_UP, REFUSED_S, GivenUpGrammars
+from pdkv.router.generations.request import GenerateRequest
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import Failed, Submit
+
+
+def shaped_request(pattern: str) -> GenerateRequest:
+    params = SamplingParams(max_tokens=5, seed=1, grammar=Grammar("regex", pattern))
+    return msgspec.structs.replace(make_request(), params=params)
+
+
+def test_a_grammar_that_an_engine_gave_up_is_refused_for_a_minute_with_the_same_error() -> None:
+    """F46: the same grammar, sent again, held an engine up again at once."""
+    now = 100.0
+
+    async def body(system: System) -> None:
+        nonlocal now
+        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        system.backends["any-0"].held = True
+        generation = system.dispatcher.start(shaped_request("a+"))
+        system.backends["any-0"].engine.tasks.clear()
+        text = "the grammar took 2 s; a grammar may take 1"
+        failed = Failed(generation.request_id, 0, GrammarGivenUp.code, text, False, "structured_outputs")
+        system.backends["any-0"].say(failed)
+        with pytest.raises(GrammarGivenUp, match=text) as first:
+            await collect(generation)
+        assert system.backends["any-1"].heard(Submit) == []  # it is the client's mistake: no other engine is to try it
+        assert {e["breaker"] for e in system.dispatcher.topology()["engines"]} == {"closed"}
+        system.backends["any-0"].release()
+        now += REFUSED_S - 1.0
+        num_submits = len(system.backends["any-0"].heard(Submit))
+        with pytest.raises(GrammarGivenUp, match=text) as second:
+            system.dispatcher.start(shaped_request("a+"))
+        assert (second.value.status, second.value.param) == (first.value.status, first.value.param)
+        assert (second.value.status, second.value.param) == (400, "structured_outputs")
+        assert len(system.backends["any-0"].heard(Submit)) == num_submits
+        await collect(system.dispatcher.start(shaped_request("b+")))
+        now += 2.0
+        await collect(system.dispatcher.start(shaped_request("a+")))
+
+    run(System(0, 2, clock=lambda: now), body)
+
+
+def test_only_so_many_are_remembered_and_those_of_late() -> None:
+    given_up = GivenUpGrammars()
+    for number in range(MAX_GIVEN_UP + 2):
+        given_up.add(Grammar("regex", str(number)), GrammarGivenUp("why"), 0.0)
+        given_up.add(Grammar("regex", "1"), GrammarGivenUp("why"), 0.0)  # again: it is one of late
+    given_up.check(Grammar("regex", "0"), 1.0)
+    given_up.check(Grammar("regex", "2"), 1.0)
+    for number in (1, 3, MAX_GIVEN_UP + 1):
+        with pytest.raises(GrammarGivenUp, match="why"):
+            given_up.check(Grammar("regex", str(number)), 1.0)
+    assert len(given_up._given_up) == MAX_GIVEN_UP
