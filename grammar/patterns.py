@@ -23,15 +23,23 @@ _IN_BRACKET = re.compile(_ESCAPE + "|.", re.DOTALL)
 _ODD_SPACES = r"\x{1C}-\x{1F}\x{85}\x{FEFF}"
 """Spaces to one of the dialects."""
 
+# By properties: in schemas the library takes \w and \d for the ASCII ones.
 _CLASSES = {
     "d": "[0-9]",
-    "D": "[^0-9]",
+    "D": r"[^\p{Nd}]",
     "w": "[0-9A-Za-z_]",
-    "W": "[^0-9A-Za-z_]",
+    "W": r"[^\p{L}\p{N}_]",
     "s": r"[\s--\x{85}]",
     "S": rf"[^\s{_ODD_SPACES}]",
 }
-_CLASSES_NOT = _CLASSES | {"s": rf"\s{_ODD_SPACES}", "S": r"\S\x{85}"}
+_CLASSES_NOT = {
+    "d": r"\p{Nd}",
+    "D": "[^0-9]",
+    "w": r"\p{L}\p{N}_",
+    "W": "[^0-9A-Za-z_]",
+    "s": rf"\s{_ODD_SPACES}",
+    "S": r"\S\x{85}",
+}
 """Within a negated bracket, where less is meant by more."""
 
 _CONTROLS = {"0": 0, "n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
