@@ -19,7 +19,16 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.request import Request, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
-from pdkv.errors import InvalidRequest, KVNotFound, NonFiniteLogits, PdkvError, RankError, RequestTimeout, ServerBusy
+from pdkv.errors import (
+    GrammarGivenUp,
+    InvalidRequest,
+    KVNotFound,
+    NonFiniteLogits,
+    PdkvError,
+    RankError,
+    RequestTimeout,
+    ServerBusy,
+)
 from pdkv.log_fields import RequestName
 from pdkv.log_limit import LogLimit
 from pdkv.wire.frames import key_of
@@ -72,7 +81,7 @@ LOAD_INTERVAL_S = 0.1
 """How often a busy engine reports its load."""
 
 
-_FAILURE_LEVELS = {RequestTimeout.code: logging.INFO, InvalidRequest.code: logging.INFO}
+_FAILURE_LEVELS = dict.fromkeys((RequestTimeout.code, InvalidRequest.code, GrammarGivenUp.code), logging.INFO)
 """Of the log line of a request that failed: those are the client's doing, as far as an engine can tell."""
 
 

@@ -205,7 +205,7 @@ class KVStore(ABC):
 
     def keep(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         """`put_on_terms` of what only has to be found again: slower parts may have it later, or never."""
-        self.put_on_terms(items, terms)
+        put_all(self, items, terms)
 
     def ask_part(self, part: "KVStore", call: Callable[[], T], *, writes: bool = False) -> T:
         """Run a call of one of its `parts`. Raises StoreUnavailable at once for one that is left alone now."""
@@ -307,6 +307,14 @@ class KVStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def put_all(store: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+    """What has no terms is put as ever."""
+    if terms:
+        store.put_on_terms(items, terms)
+    else:
+        store.put(items)
 
 
 def kind_of(store: KVStore) -> str:

@@ -75,6 +75,7 @@ class TierWatch:
         self._changed.notify_all()
 
     def _tell(self, place: int, tier: Tier) -> None:
+        assert tier.away is not None
         name = tier_name(place, tier.store)
         logger.warning("KV store: %s is left alone until it answers (%s: %s)", name, tier.away.code, tier.away)
 

@@ -22,6 +22,7 @@ from pdkv.kv_store.base import (
     TermsOf,
     TierCounts,
     prefixes_of,
+    put_all,
     tier_name,
 )
 from pdkv.kv_store.terms import NO_TERMS, Terms
@@ -65,6 +66,7 @@ class TieredStore(TellingStore):
         assert policies[0] == "all", policies
         self.tiers = [Tier(store, policy, retry_after_s) for store, policy in zip(stores, policies, strict=True)]
         self._lock = threading.Lock()  # of the tiers' state
+        self._is_closed = False
         self._watch = TierWatch(self.tiers, self._lock, max(retry_after_s, LATE_S) if watches else inf)
         shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
         reaching_all = [tier for tier in shared if tier.write == "all" and not tier.store.scope]
@@ -156,7 +158,7 @@ class TieredStore(TellingStore):
             if not taken:
                 continue
             num_errors = len(errors)
-            self._try(tier, partial(_put, tier.store, taken, terms), errors, "write")
+            self._try(tier, partial(put_all, tier.store, taken, terms), errors, "write")
             is_put = is_put or (len(errors) == num_errors and tier in self._shared and len(taken) == len(items))
         self._room_taken()
         if items and not is_put:
@@ -166,7 +168,7 @@ class TieredStore(TellingStore):
         """Into the first tier; the others get it from there, by the thread that copies."""
         errors: list[StoreError] = []
         if self._backfill is not None and not self.tiers[0].rests("write"):
-            self._try(self.tiers[0], partial(_put, self.tiers[0].store, items, terms), errors, "write")
+            self._try(self.tiers[0], partial(put_all, self.tiers[0].store, items, terms), errors, "write")
         if errors or self._backfill is None or self.tiers[0].rests("write"):
             self.put_on_terms(items, terms)
             return
@@ -250,6 +252,7 @@ class TieredStore(TellingStore):
         return {tier_name(place, tier.store): tier.store for place, tier in enumerate(self.tiers)}
 
     def close(self) -> None:
+        self._is_closed = True
         self.hang_up()  # what copies, or probes, does not wait for an answer
         if self._backfill is not None:
             self._backfill.close()
@@ -292,7 +295,7 @@ class TieredStore(TellingStore):
         for tier in self._awake("write", self.tiers[:depth]):
             if tier.write != "evicted":
                 errors: list[StoreError] = []
-                self._try(tier, partial(_put, tier.store, items, terms), errors, "write")
+                self._try(tier, partial(put_all, tier.store, items, terms), errors, "write")
                 with self._lock:
                     tier.num_promoted += 0 if errors else len(items)
         if depth:
@@ -306,7 +309,7 @@ class TieredStore(TellingStore):
         there = self._try(tier, lambda: tier.store.contains([key for key, _ in items]), errors) or ()
         missing = [item for item, is_there in zip(items, there, strict=False) if not is_there]
         if missing:
-            self._try(tier, partial(_put, tier.store, missing, terms), errors, "write")
+            self._try(tier, partial(put_all, tier.store, missing, terms), errors, "write")
         with self._lock:
             tier.num_backfilled += 0 if errors else len(missing)
         return not errors
@@ -328,7 +331,8 @@ class TieredStore(TellingStore):
 
     def _left_alone(self, tiers: Sequence[Tier]) -> StoreUnavailable:
         names = ", ".join(f"{tier_name(self.tiers.index(tier), tier.store)}" for tier in tiers)
-        return StoreUnavailable(f"{names}: left alone, since a call failed a while ago")
+        why = "closed" if self._is_closed else "left alone, since a call failed a while ago"
+        return StoreUnavailable(f"{names}: {why}")
 
     def _try(self, tier: Tier, call: Callable[[], T], errors: list[StoreError], kind: CallKind = "read") -> T | None:
         """What the call returns; None if the tier failed, which is counted and added to `errors`."""
@@ -346,11 +350,3 @@ class TieredStore(TellingStore):
                 self._watch.end(tier, number, kind, problem)
                 if problem is not None:
                     tier.failures[problem.code] += 1
-
-
-def _put(store: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-    """What has no terms is put as ever."""
-    if terms:
-        store.put_on_terms(items, terms)
-    else:
-        store.put(items)

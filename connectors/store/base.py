@@ -28,7 +28,7 @@ from pdkv.connectors.store.sign_key import make_sealer
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
 from pdkv.errors import StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable, TransferError
-from pdkv.kv_store.base import PROBE_KEY, Buffer, KVStore
+from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.codecs.base import Codec
 from pdkv.kv_store.tiers import TieredStore
 from pdkv.options import option

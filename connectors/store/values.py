@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
 from pdkv.connectors.store.pieces import Slot
 from pdkv.errors import KVCorrupted, StoreError
-from pdkv.kv_store.base import Arrived, KVStore, Scattered, TermsOf
+from pdkv.kv_store.base import Arrived, KVStore, Scattered, TermsOf, put_all
 from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.log_limit import LogLimit
@@ -58,8 +58,11 @@ class SealedValues:
         for slot in slots:
             self._sealer.seal(slot.key, slot.view, terms.expires_at)
         items = [(slot.key, slot.view) for slot in slots]
-        put = self.store.put_on_terms if for_others else self.store.keep
-        put(items, {} if kv_terms is None else {slot.key: terms for slot in slots})
+        by_key = {} if kv_terms is None else {slot.key: terms for slot in slots}
+        if for_others:
+            put_all(self.store, items, by_key)
+        else:
+            self.store.keep(items, by_key)
 
     def _terms_now(self, kv_terms: KVTerms) -> Terms:
         """Of a value that is written now. Its end is rounded down to a second: nobody uses it for longer."""

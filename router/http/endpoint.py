@@ -220,7 +220,7 @@ def _context_of(span: "Span") -> TraceContext:
 def _check_grammar_error(error: PdkvError, job: Job) -> None:
     """Raises InvalidRequest for an engine's refusal of a grammar, by the field that asked for it."""
     if isinstance(error, InvalidRequest) and error.param == "structured_outputs" and job.grammar_param:
-        raise InvalidRequest(f"{job.grammar_param}: {error}", param=job.grammar_param) from None
+        raise type(error)(f"{job.grammar_param}: {error}", param=job.grammar_param) from None
 
 
 def _client_timeout(headers: Headers) -> float:

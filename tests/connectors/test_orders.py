@@ -84,9 +84,9 @@ def test_a_stores_checksums_are_of_what_has_been_copied(monkeypatch: pytest.Monk
     kv, blocks, seen = random_kv(128), scattered(128, 16), list[bytes]()
     put = SealedValues.put
 
-    def sees(values: SealedValues, slots: Sequence[Slot], terms: KVTerms | None) -> None:
+    def sees(values: SealedValues, slots: Sequence[Slot], terms: KVTerms | None, *, for_others: bool) -> None:
         seen.extend(slot.body.tobytes() for slot in slots)
-        put(values, slots, terms)
+        put(values, slots, terms, for_others=for_others)
 
     monkeypatch.setattr(SealedValues, "put", sees)
 

@@ -242,7 +242,7 @@ class Refusing(MemoryStore):
 
 @pytest.mark.parametrize("error", [StoreReadOnly("a replica"), StoreFull("no room"), StoreTimeout("slow")])
 def test_a_tier_that_cannot_be_written_is_read(error: StoreError) -> None:
-    """And what would be sent in vain is not sent."""
+    """F57: And what would be sent in vain is not sent."""
     name = f"unwritable-{error.code}"
     with MemoryStore(name) as filler, TieredStore([Refusing(name, error)]) as store:
         filler.put(items(b"a"))
@@ -270,7 +270,7 @@ def test_a_rest_doubles_until_a_call_succeeds() -> None:
 
 
 def test_a_silent_tier_is_hung_up_on(server: RedisServer) -> None:
-    """Whoever waits for it goes on at once, not at the call's deadline."""
+    """F55: Whoever waits for it goes on at once, not at the call's deadline."""
     options = StoreOptions(operation_timeout_s=300)
     with TieredStore([MemoryStore("silent"), RedisStore(server.url, options)]) as store:
         store.put(items(b"a"))
@@ -290,7 +290,7 @@ def test_what_is_kept_reaches_slower_tiers_behind_the_callers_back(server: Redis
 
 
 def test_what_a_hosts_own_memory_has_is_not_there_for_all(server: RedisServer, tmp_path: Path) -> None:
-    """Two hosts that share a Redis: it has evicted what one of them still has."""
+    """F58: Two hosts that share a Redis: it has evicted what one of them still has."""
     redis = RedisStore(server.url)
     with TieredStore([HostStore(tmp_path, StoreOptions(capacity=1 << 20)), redis], retry_after_s=1000) as store:
         store.put(items(b"a"))

@@ -250,7 +250,7 @@ def test_a_hand_off_checks_what_is_believed_and_writes_what_was_evicted(store: F
 
 @pytest.mark.parametrize("bound", [1, 64])
 def test_what_was_too_much_is_saved_as_room_comes(store: FaultyStore, make: MakeEngine, bound: int) -> None:
-    """Also behind the end of its request: its blocks have it until they are reused. A hand-off waits for no room."""
+    """F56: Also behind its request's end: its blocks have it until they are reused. A hand-off waits for no room."""
     engine = make("p")
     request, blocks = view("a", num_tokens=257), scattered(256, 16)
     kv = random_kv(256, seed=7)
@@ -285,7 +285,7 @@ def test_what_was_too_much_is_lost_with_its_blocks_and_counted(store: FaultyStor
 
 
 def test_what_was_handed_over_is_looked_for_before_it_is_saved(store: FaultyStore, make: MakeEngine) -> None:
-    """Prefill has stored it, or is about to."""
+    """F59: Prefill has stored it, or is about to."""
     prefill(make("p"), 128)
     num_put = store.count("put")
     request = view("u", num_tokens=193, salt="0", num_handed_over=150)

@@ -9,6 +9,7 @@ import pytest
 import store_servers
 import torch
 from store_rig import Engine, order, random_kv, scattered, view
+from traffic import wait_until_true
 
 from pdkv.connectors.base import ConnectorConfig, RequestView
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
@@ -426,7 +427,7 @@ def test_a_value_that_is_over_in_a_near_tier_leaves_the_new_one_behind_it_alone(
     clock.now += TTL_S
     assert not loads_all(first, torch.empty(0))
     kv = save(first)
-    assert loads_all(second, kv)
+    assert wait_until_true(lambda: loads_all(second, kv), "it is copied to the tier behind")
     assert loads_all(first, kv)
 
 
