@@ -33,37 +33,33 @@ def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, A
         )
 
 
-def _references(schema: Any) -> Iterator[str]:
+def _references(schema: Mapping[str, Any]) -> Iterator[str]:
     """The definitions that a schema, or a part of one, refers to."""
-    if not isinstance(schema, Mapping):
-        return
     if "$ref" in schema:
         yield _name(schema["$ref"])
-    parts = [part for name in ("anyOf", "allOf", "prefixItems") for part in schema.get(name, ())]
-    for part in (*parts, *schema.get("properties", {}).values(), schema.get("items")):
-        yield from _references(part)
+    parts = (*schema.get("anyOf", ()), *schema.get("properties", {}).values(), *schema.get("prefixItems", ()))
+    for part in (*parts, schema.get("items")):
+        if isinstance(part, Mapping):
+            yield from _references(part)
 
 
 def _name(reference: str) -> str:
     return reference.rpartition("/")[2]
 
 
-def _ends(schema: Any, ending: set[str]) -> bool:
+def _ends(schema: Mapping[str, Any], ending: set[str]) -> bool:
     """Whether something fulfils it, if the definitions in `ending` can be fulfilled."""
-    if isinstance(schema, bool):
-        return schema
-    if "$ref" in schema and _name(schema["$ref"]) not in ending:
-        return False
-    if "anyOf" in schema and not any(_ends(branch, ending) for branch in schema["anyOf"]):
-        return False
-    if not all(_ends(part, ending) for part in schema.get("allOf", ())):
-        return False
+    if "$ref" in schema:
+        return _name(schema["$ref"]) in ending
+    if "anyOf" in schema:
+        return any(_ends(branch, ending) for branch in schema["anyOf"])
     match schema.get("type"):
-        case "object" | ["object"]:
+        case "object":
             properties, required = schema.get("properties", {}), schema.get("required", ())
             return all(_ends(properties[name], ending) for name in required if name in properties)
-        case "array" | ["array"]:
+        case "array":
             prefix, least = schema.get("prefixItems", ()), schema.get("minItems", 0)
-            enough = least <= len(prefix) or _ends(schema.get("items", True), ending)
+            items = schema.get("items", True)
+            enough = least <= len(prefix) or isinstance(items, bool) or _ends(items, ending)
             return enough and all(_ends(item, ending) for item in prefix[:least])
     return True
