@@ -31,9 +31,7 @@ from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
 from pdkv.engine.sampling.logit_processors import TokenMasks, apply_masks
-from pdkv.grammar.compiled import CompiledGrammar, serialize
-from pdkv.grammar.compiling import Compiler
-from pdkv.grammar.matcher import Matcher
+from pdkv.grammar.matcher import Matcher, Words
 from pdkv.grammar.prepare import make_grammar
 from pdkv.grammar.spec import StructuredOutputs
 from pdkv.grammar.vocabulary import Vocabulary
@@ -101,16 +99,17 @@ def _masks(context: Context) -> Claim:
     vocab_size = 1 + max(Tokenizer.from_dir(folder).ids_by_text().values())
     vocabulary = Vocabulary.load(folder, vocab_size, [1])
     grammar = make_grammar(StructuredOutputs(**_properties(next(_names))))
-    compiled = CompiledGrammar.from_bytes(serialize(Compiler(vocabulary).compile(grammar), grammar), vocabulary)
-    matchers, rng = [compiled.matcher() for _ in range(NUM_ROWS)], random.Random(0)
-    bits = torch.empty((NUM_ROWS, vocabulary.num_words), dtype=torch.int32)
+    fresh = Matcher(grammar, vocabulary)
+    matchers, rng = [fresh.copy() for _ in range(NUM_ROWS)], random.Random(0)
+    bits = np.empty((NUM_ROWS, vocabulary.num_words), np.int32)
     logits = torch.zeros((NUM_ROWS, vocab_size))
     fills, applies = [], []
     for step in range(10 if context.quick else 100):
         began = time.perf_counter()
-        Matcher.fill_all(matchers, bits)
+        for row, matcher in enumerate(matchers):
+            matcher.fill(bits[row])
         filled = time.perf_counter()
-        apply_masks(logits, TokenMasks(np.arange(NUM_ROWS), bits))
+        apply_masks(logits, TokenMasks(np.arange(NUM_ROWS), torch.from_numpy(bits)))
         applies.append(time.perf_counter() - filled)
         fills.append(filled - began)
         logits.zero_()
@@ -121,13 +120,13 @@ def _masks(context: Context) -> Claim:
     return Claim(f"masks of {NUM_ROWS} rows / {MASK_MS:g} ms", total_ms / MASK_MS, 1.0, "lower", figures)
 
 
-def _go_on(matcher: Matcher, words: torch.Tensor, rng: random.Random, times: int) -> None:
+def _go_on(matcher: Matcher, words: Words, rng: random.Random, times: int) -> None:
     """Accept so many tokens that the masks allow; an answer that ends stays at its end."""
     for _ in range(times):
-        allowed = np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8), bitorder="little"))
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         if not matcher.accept(int(rng.choice(allowed))):
             raise AssertionError("a matcher refuses what its mask allows")
-        matcher.fill(words[None], 0)
+        matcher.fill(words)
 
 
 def _tokenizer_folder(context: Context) -> Path:

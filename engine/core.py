@@ -256,6 +256,8 @@ class EngineCore:
         result = self.scheduler.update(output)
         for drawn in result.drawn:
             self._advance(drawn, output, now)
+        for request in result.late:
+            self.grammars.left_out(request)
         for request, failure in result.failed:
             self.counters.non_finite += failure.code == NonFiniteLogits.code
             self._fail(request, failure.code, failure.message, False)
@@ -461,7 +463,7 @@ class EngineCore:
         self._outbox(router_id, _failed(key, error))
 
     def _take_grammars(self) -> None:
-        """Those whose grammar is there wait with all others from now on."""
+        """Those whose grammar is there wait with all others from now on; those whose mask is there go on."""
         for request, error in self.grammars.take_answers():
             if error is None:
                 self.scheduler.add(request)
@@ -469,6 +471,8 @@ class EngineCore:
                 logger.info("request %s failed: %s: %s", request.name, error.code, error)
                 self._outbox(request.router_id, _failed(request.key, error))
                 self._abort(request)
+        if self.grammars.resume():
+            self.scheduler.go_on()
 
     def _check(self, router_id: str, submit: Submit, older: Request | None, prepared: Prepared | None) -> None:
         """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""

@@ -21,6 +21,7 @@ from pdkv.engine.kv_cache import (
     num_blocks_that_fit,
     pool_bytes,
 )
+from pdkv.engine.masks import Masks
 from pdkv.engine.memory_profile import profiled_bytes
 from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
@@ -182,6 +183,7 @@ class InProcessExecutor(ModelExecutor):
         hit_tokens: int = 0,
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
+        masks: Masks | None = None,
         start_timeout_s: float | None = None,
     ) -> None:
         """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
@@ -190,7 +192,7 @@ class InProcessExecutor(ModelExecutor):
             weights: the model's files, already open; None: they are opened here.
             grouped: as in `make_layout`.
             hit_tokens: as in `kept_from`.
-            proposer, processors: as in `ModelRunner`.
+            proposer, processors, masks: as in `ModelRunner`.
             start_timeout_s: of several ranks: how long one waits for another, also on its device, until steps can run;
                 each loads and compiles at its own pace.
 
@@ -205,6 +207,7 @@ class InProcessExecutor(ModelExecutor):
         self._hit_tokens = hit_tokens
         self._proposer = proposer
         self._processors = processors
+        self._masks = masks
         self._start_timeout_s = config.rank_timeout_s if start_timeout_s is None else start_timeout_s
         self._runner: ModelRunner | None = None
         self._worker: WorkerConnector | None = None
@@ -272,6 +275,7 @@ class InProcessExecutor(ModelExecutor):
             check_finite=config.check_finite,
             proposer=self._proposer,
             processors=self._processors,
+            masks=self._masks,
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             recorder=self._recorder,

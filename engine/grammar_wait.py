@@ -1,24 +1,41 @@
-"""Requests that wait for their grammar, in no queue of the scheduler; and which grammars the workers have."""
+"""Requests that wait for their grammar, in no queue of the scheduler; and those that wait for a mask that was late."""
 
-import dataclasses
-from collections import OrderedDict
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from pdkv.engine.plan import StepPlan
 from pdkv.engine.request import Request
 from pdkv.errors import InvalidRequest, PdkvError
-from pdkv.grammar.compiled import CompiledGrammar
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.store import GrammarStore, GrammarTicket
 from pdkv.wire.messages import RequestKey
 
-MAX_IDLE_BYTES = 64 << 20
-"""Of compiled grammars that workers keep though no request has them now."""
-
 _NO_STORE = "this engine cannot enforce structured_outputs"
+
+
+class Ticket(Protocol):
+    """See `GrammarTicket`."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def number(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class GrammarStore(Protocol):
+    """Who gets grammars ready, and knows which answers are late or fail; see `GrammarHost`."""
+
+    @property
+    def has_failed(self) -> bool: ...
+
+    def ask(self, grammar: Grammar, tenant: str) -> Ticket: ...
+
+    def take_failed(self) -> dict[RequestKey, PdkvError]: ...
+
+    def is_in(self, key: RequestKey) -> bool: ...
 
 
 class Answered(NamedTuple):
@@ -29,27 +46,31 @@ class Answered(NamedTuple):
 
 
 class GrammarWait:
-    """The grammars of an engine's requests: awaited, then told to the workers, with the next plan. Single-threaded.
+    """The grammars of an engine's requests. Single-threaded.
 
     Args:
-        store: who compiles; None: this engine cannot. Stays the caller's.
+        store: None: this engine can enforce none. Stays the caller's.
     """
 
-    def __init__(self, store: GrammarStore | None, max_idle_bytes: int = MAX_IDLE_BYTES) -> None:
+    def __init__(self, store: GrammarStore | None) -> None:
         self._store = store
-        self._waiting: dict[RequestKey, tuple[Request, GrammarTicket]] = {}
-        self._workers = _WorkersGrammars(max_idle_bytes)
-        self._has_asked = self._has_announced = False
+        self._waiting: dict[RequestKey, tuple[Request, Ticket]] = {}
+        self._live: dict[RequestKey, tuple[Request, Ticket]] = {}  # whose grammar is there
+        self._late: dict[RequestKey, Request] = {}  # of those, the ones that a step has left out
+        self._resumed: list[RequestKey] = []
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Requests that wait for their grammar."""
         return len(self._waiting)
 
     @property
     def has_answers(self) -> bool:
-        """Whether `take_answers` has something."""
-        return bool(self._waiting) and any(ticket.done for _, ticket in self._waiting.values())
+        """Whether `take_answers` has something, or `resume`."""
+        if self._store is None or not (self._waiting or self._live):
+            return False
+        done = any(ticket.done for _, ticket in self._waiting.values())
+        return done or self._store.has_failed or any(map(self._store.is_in, self._late))
 
     def add(self, request: Request) -> bool:
         """Ask for a new request's grammar. Returns whether it may be scheduled now; else it waits.
@@ -62,116 +83,79 @@ class GrammarWait:
             return True
         if self._store is None:
             raise InvalidRequest(_NO_STORE, param="structured_outputs")
-        ticket = self._store.ask(grammar)
-        self._has_asked = True
+        ticket = self._store.ask(grammar, request.submit.tenant)
         if not ticket.done:
             self._waiting[request.key] = request, ticket
             return False
-        self._take(request, grammar, ticket)
+        self._take(request, ticket)
         return True
 
     def take_answers(self) -> list[Answered]:
-        """Requests whose wait is over, in the order in which they came; those with an error are to be removed."""
+        """Requests whose wait is over, in the order in which they came; and any that has failed. Those with an error
+        are to be removed.
+        """
+        if self._store is None or not (self._waiting or self._live):
+            return []
         done = [request for request, ticket in self._waiting.values() if ticket.done]
-        return [Answered(request, self._answer(request)) for request in done]
+        answers = [Answered(request, self._answer(request)) for request in done]
+        failed = self._store.take_failed()
+        return answers + [Answered(self._live[key][0], error) for key, error in failed.items() if key in self._live]
+
+    def left_out(self, request: Request) -> None:
+        """A step had no mask for it: it goes on when that is there."""
+        request.leave_out()
+        self._late[request.key] = request
+
+    def resume(self) -> bool:
+        """Those whose masks are there now go on. Returns whether one does."""
+        if self._store is None:
+            return False
+        found = [key for key in self._late if self._store.is_in(key)]
+        for key in found:
+            request = self._late.pop(key)
+            if request.awaits_mask:  # else it was preempted meanwhile
+                request.awaits_mask = False
+                self._resumed.append(key)
+        return bool(found)
 
     def remove(self, request: Request) -> bool:
-        """The request ends. Returns whether it was still waiting, so that nobody else knows it."""
+        """The request ends. Returns whether it was still waiting for its grammar, so that the scheduler does not know
+        it.
+        """
+        self._late.pop(request.key, None)
         waited = self._waiting.pop(request.key, None)
-        if waited is not None:
-            waited[1].close()
-        elif request.grammar is not None and request.submit.params.grammar is not None:
-            self._workers.give_back(request.submit.params.grammar)
-            request.grammar = None
+        _, ticket = waited or self._live.pop(request.key, (request, None))
+        if ticket is not None:
+            ticket.close()
         return waited is not None
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        """The plan with what its workers have to learn of grammars, and to forget."""
-        is_first = self._has_asked and not self._has_announced
-        if not (is_first or self._workers.has_news):
+        """The plan with those that are drawn for again."""
+        if not self._resumed:
             return plan
-        self._has_announced = True
-        learned, forgotten = self._workers.take_news()
-        return msgspec.structs.replace(plan, grammars=learned, ended_grammars=forgotten, expects_grammars=is_first)
+        resumed, self._resumed = self._resumed, []
+        return msgspec.structs.replace(plan, resumed=resumed)
 
     def close(self) -> None:
-        """Nobody waits any more. Idempotent."""
-        for _, ticket in self._waiting.values():
+        """Nothing is needed any more. Idempotent."""
+        for _, ticket in [*self._waiting.values(), *self._live.values()]:
             ticket.close()
         self._waiting.clear()
+        self._live.clear()
+        self._late.clear()
 
     def _answer(self, request: Request) -> PdkvError | None:
-        grammar = request.submit.params.grammar
-        assert grammar is not None
         try:
-            self._take(request, grammar, self._waiting[request.key][1])
+            self._take(request, self._waiting[request.key][1])
         except PdkvError as error:
             return error
         del self._waiting[request.key]
         return None
 
-    def _take(self, request: Request, grammar: Grammar, ticket: GrammarTicket) -> None:
+    def _take(self, request: Request, ticket: Ticket) -> None:
         try:
-            request.grammar = self._workers.take(grammar, ticket.result())
-        finally:
+            request.grammar = ticket.number
+        except PdkvError:
             ticket.close()
-
-
-@dataclasses.dataclass(slots=True)
-class _Known:
-    """A grammar that the workers have, or will with the next plan."""
-
-    number: int
-    compiled: CompiledGrammar
-    num_users: int = 0  # live requests
-
-
-class _WorkersGrammars:
-    """What the workers know, by number. Those that no request has are kept, the last ones, within a bound."""
-
-    def __init__(self, max_idle_bytes: int) -> None:
-        self._max_idle_bytes = max_idle_bytes
-        self._known: dict[Grammar, _Known] = {}
-        self._idle: OrderedDict[Grammar, _Known] = OrderedDict()  # without users; who has been so the longest first
-        self._idle_bytes = 0
-        self._learned: dict[int, CompiledGrammar] = {}
-        self._forgotten: list[int] = []
-        self._next = 0
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `take_news` has something."""
-        return bool(self._learned or self._forgotten)
-
-    def take_news(self) -> tuple[Mapping[int, CompiledGrammar], list[int]]:
-        """What the workers have to learn, and what to forget, since the last call."""
-        news = self._learned, self._forgotten
-        self._learned, self._forgotten = {}, []
-        return news
-
-    def take(self, grammar: Grammar, compiled: CompiledGrammar) -> int:
-        """A request has the grammar. Returns its number."""
-        known = self._known.get(grammar)
-        if known is None:
-            known = self._known[grammar] = _Known(self._next, compiled)
-            self._next += 1
-            self._learned[known.number] = compiled
-        if self._idle.pop(grammar, None) is not None:
-            self._idle_bytes -= known.compiled.num_bytes
-        known.num_users += 1
-        return known.number
-
-    def give_back(self, grammar: Grammar) -> None:
-        """A request that had it has ended."""
-        known = self._known[grammar]
-        known.num_users -= 1
-        if known.num_users:
-            return
-        self._idle[grammar] = known
-        self._idle_bytes += known.compiled.num_bytes
-        while self._idle_bytes > self._max_idle_bytes:
-            oldest, idle = self._idle.popitem(last=False)
-            self._idle_bytes -= idle.compiled.num_bytes
-            del self._known[oldest]
-            if self._learned.pop(idle.number, None) is None:  # else nobody has heard of it
-                self._forgotten.append(idle.number)
+            raise
+        self._live[request.key] = request, ticket

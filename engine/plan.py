@@ -1,11 +1,8 @@
 """Plain data between scheduler and workers: what a step computes and what came out of it."""
 
-from collections.abc import Mapping
-
 import msgspec
 
 from pdkv.connectors.base import Cancel, KVConnectorMetadata, Stats, TransferResults
-from pdkv.grammar.compiled import CompiledGrammar
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import RequestKey, TokenLogprob
 
@@ -19,7 +16,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     output_token_ids: list[int]
     params: SamplingParams  # without the grammar
     block_ids: list[list[int]]  # a block table per KV group, all equally long; -1: a block that no token sees any more
-    grammar: int | None = None  # its number: a plan up to this one has brought what was compiled
+    grammar: int | None = None  # its number; only rank 0 has it
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -41,9 +38,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True):
     """One step. `scheduled` is in the order of execution; `ended` leave the batch before anything else.
 
-    What grammars were compiled to, `grammars`, comes once and by number, with or before the first request that has one.
-    It stays with the workers until its number is in `ended_grammars`; no request of theirs has it then. The first of
-    them is announced by `expects_grammars`, so that what it takes is loaded while it is compiled.
+    A request that a step has left out is drawn for again from the plan on that has it in `resumed`. What steps in
+    between compute of it is void.
     """
 
     step_id: int
@@ -52,9 +48,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     ended: list[RequestKey]
     kv_meta: KVConnectorMetadata | None = None
     cancels: list[Cancel] = []
-    grammars: Mapping[int, CompiledGrammar] = {}
-    ended_grammars: list[int] = []
-    expects_grammars: bool = False
+    resumed: list[RequestKey] = []
     settled: int | None = None  # newest step whose output was known to the plan; None: that of each step before it
 
     @property
@@ -90,5 +84,6 @@ class StepOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]  # whole prompt, with the first sampled token
     transfers: TransferResults
     failed: dict[RequestKey, StepFailure] = {}
+    late: list[RequestKey] = []  # those for which no mask was there in time: nothing is drawn
     connector_stats: Stats | None = None  # of the workers since start; None: as in the step before
     digest: int = 0  # of what was drawn and is proposed: the same on every rank

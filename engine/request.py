@@ -22,6 +22,7 @@ class Request:
     __slots__ = (
         "arrival",
         "asked_since",
+        "awaits_mask",
         "block_tables",
         "computed_before",
         "deadline",
@@ -82,7 +83,7 @@ class Request:
         self.num_handed_over = 0  # tokens that another engine has computed
         self.ticket = submit.ticket
         self.ticket_number = 0
-        self.grammar: int | None = None  # the number by which workers know its compiled grammar
+        self.grammar: int | None = None  # the number by which its grammar is known
         self.trial_tokens = submit.trial_tokens  # new tokens that it has yet to get alone
         self.kv_ready: bool | None = None
         self.hash_root = hash_root
@@ -111,6 +112,7 @@ class Request:
         self.last_step_id = -1  # last step that names this request's blocks
         self.num_in_flight = 0  # tokens that steps in flight will draw, at most: known with their updates
         self.num_drafts = 0  # of these, behind drafts: they may not come
+        self.awaits_mask = False  # nothing is computed for it until the mask of its next token is there
 
     def restart(self) -> None:
         """Forget all that was computed: what steps in flight bring for it is dropped."""
@@ -129,6 +131,13 @@ class Request:
         self.num_computed = self.num_confirmed = num_tokens
         self.num_reported = self.num_worker_blocks = self.due_at = self.num_in_flight = 0
         self.num_drafts = 0
+
+    def leave_out(self) -> None:
+        """A step drew nothing for it, and those behind it in flight bring nothing: it goes on behind what is known."""
+        self.restarts += 1
+        self.awaits_mask = True
+        self.num_computed = self.num_tokens - 1  # computed again: what is drawn behind it needs its logits
+        self.num_in_flight = self.num_drafts = 0
 
     @property
     def borrows(self) -> bool:

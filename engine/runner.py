@@ -17,7 +17,7 @@ from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows, Proposer
 from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.graphs import DecodeSteps, Recorder
-from pdkv.engine.masks import GrammarMasks
+from pdkv.engine.masks import GrammarMasks, Masks
 from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.queued_step import DeviceQueue, Draws, QueuedStep, tokens_of
@@ -40,10 +40,11 @@ class _Computed(NamedTuple):
     sampled: dict[RequestKey, SampledTokens]
     prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]
     failed: dict[RequestKey, StepFailure]
+    late: list[RequestKey]
     digest: int
 
 
-_NOTHING = _Computed({}, {}, {}, 0)
+_NOTHING = _Computed({}, {}, {}, [], 0)
 
 
 class ModelRunner:
@@ -67,6 +68,7 @@ class ModelRunner:
         check_finite: bool = False,
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
+        masks: Masks | None = None,
         attention_backend: AttentionName = "auto",
         decode_sizes: Sequence[int] = (),
         recorder: Recorder | None = None,
@@ -77,6 +79,7 @@ class ModelRunner:
         `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
         `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
         `processors`: those that requests may name.
+        `masks`: of the grammars that requests may have; None: they have none.
         `attention_backend`: as in `make_backend`, which raises ConfigError.
         `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
         `recorder`: captures them when the runner warms up.
@@ -106,7 +109,7 @@ class ModelRunner:
         self._read: Read = read_here if self._queue is None else self._queue.read_now
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors, self._read)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
-        self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
+        self._masks = masks or GrammarMasks(None, config.eos_token_ids)
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long the device may take for each later step."""
@@ -161,15 +164,11 @@ class ModelRunner:
             worker.wait_for_save()
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()
         stats = worker.get_stats() if worker is not None and transfers else None
-        refused = self._masks.failures
-        if refused:
-            refused = {s.key: refused[s.key] for s in plan.scheduled if s.key in refused}
         if isinstance(computed, Draws):
-            rest = StepOutput(plan.step_id, {}, {}, transfers, refused, stats)
+            rest = StepOutput(plan.step_id, {}, {}, transfers, connector_stats=stats)
             return QueuedStep(rest, computed, self._batch)
-        sampled, prompt_logprobs, failed, digest = computed
-        failed = failed | refused if refused else failed
-        return DoneStep(StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, stats, digest))
+        sampled, prompt_logprobs, failed, late, digest = computed
+        return DoneStep(StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, late, stats, digest))
 
     def _update_batch(self, plan: StepPlan) -> None:
         for key in plan.ended:
@@ -180,12 +179,13 @@ class ModelRunner:
                 self._masks.remove(slot)
                 if self._queue is not None:
                     self._queue.tokens.forget(slot)
-        self._masks.learn(plan.grammars, plan.ended_grammars)
         for request in plan.new:
             slot = self._batch.add(request)
             self._sampling.add(slot, request)
             self._prompt_logprobs.add(slot, request)
             self._masks.add(slot, request)
+        if plan.resumed:
+            self._masks.resume(self._batch.slot(key) for key in plan.resumed if key in self._batch)
 
     def _attend(self, meta: KVConnectorMetadata | None) -> Attend:
         """The attention of this step, between the connector's layer hooks where the step needs them."""
@@ -263,17 +263,17 @@ class ModelRunner:
     ) -> _Computed:
         """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
         batch, sampling = self._batch, self._sampling
-        masks = self._masks.fill(drawn, batch)  # a device computes the logits meanwhile
+        masks, late = self._masks.take(drawn, batch)  # a device computes the logits meanwhile
         logprobs: Mapping[int, TokenLogprob] | None = None
         if self._queue is None:
             tokens = sampling.choose(logits, drawn.slots, batch.token_ids, drawn.num_tokens, masks)
+            tokens[drawn.starts[late]] = -1
         else:
-            tokens, logprobs = self._read_draws(self._queue, logits, drawn, masks)
+            tokens, logprobs = self._read_draws(self._queue, logits, drawn, masks, late)
         counts = drawn.count_right(tokens, batch)
         kept = drawn.kept(counts)
         if check is not None:
             check.look_at_logits(logits, drawn, counts)
-        self._masks.accept(drawn, tokens, counts)
         batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
         if self._queue is not None:
             self._queue.tokens.forget(drawn.slots)
@@ -281,20 +281,25 @@ class ModelRunner:
             logprobs = sampling.logprobs(logits, drawn.slots, np.where(kept, tokens, -1)) if self._reports else {}
         requests = batch.requests_in(drawn.slots[drawn.starts])
         sampled, stuck = tokens_of(requests, drawn, tokens, counts, logprobs, sampling.failures)
+        left_out = [requests[i].key for i in late]
+        for key in left_out:
+            del sampled[key], stuck[key]
+        slots = np.delete(inputs.slots[drawn.requests], late)
         digest = zlib.crc32(tokens[kept].data)
         if self._proposer is not None:
-            digest = self._propose(self._proposer, inputs.slots[drawn.requests].tolist(), digest)
-        return _Computed(sampled, self._prompt_logprobs.take(inputs.slots[drawn.requests]), stuck, digest)
+            digest = self._propose(self._proposer, slots.tolist(), digest)
+        self._masks.accept(drawn, tokens, counts, batch)
+        return _Computed(sampled, self._prompt_logprobs.take(slots), stuck, left_out, digest)
 
     def _read_draws(
-        self, queue: DeviceQueue, logits: torch.Tensor, drawn: DrawRows, masks: TokenMasks | None
+        self, queue: DeviceQueue, logits: torch.Tensor, drawn: DrawRows, masks: TokenMasks | None, late: Sequence[int]
     ) -> tuple[NDArray[np.int64], Mapping[int, TokenLogprob]]:
         """What a device draws behind every row of logits, (n,), and by row the logprobs; both in one wait."""
         sampling = self._sampling
         tokens = sampling.draw(logits, drawn.slots, self._batch.token_ids, drawn.num_tokens, masks)
         logprobs = sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
         chosen, *found = queue.read([], drawn, tokens, logprobs).results.read()
-        chosen[list(sampling.failures)] = -1
+        chosen[[*sampling.failures, *drawn.starts[late]]] = -1
         return chosen, {} if logprobs is None else logprobs.entries(chosen, found)
 
     def _propose(self, proposer: Proposer, slots: list[int], digest: int) -> int:

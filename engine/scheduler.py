@@ -60,6 +60,7 @@ class StepResult(NamedTuple):
 
     drawn: list[Drawn]
     failed: list[tuple[Request, StepFailure]]  # nothing of their step counts
+    late: list[Request]  # they drew nothing, and are to be left out until they can
     sends: list[EndedSend]
     computed: bool  # somebody was in it
 
@@ -140,7 +141,7 @@ class Scheduler:
         sends = self.settle(output.transfers)
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
-        result = StepResult([], [], sends, bool(shares))
+        result = StepResult([], [], [], sends, bool(shares))
         for share in shares:
             request, stop = share.request, share.stop
             if share.restarts != request.restarts:
@@ -150,7 +151,10 @@ class Scheduler:
                 self.kv.discard(request, failure.bad_blocks)
                 result.failed.append((request, failure))
                 continue
-            if share.num_drawn:
+            if output.late and request.key in output.late:
+                result.late.append(request)
+                stop = request.num_tokens - 1
+            elif share.num_drawn:
                 result.drawn.append(self._take_drawn(request, output.sampled[request.key], share.num_drawn))
                 stop = request.num_tokens - 1
             if stop > request.num_confirmed:
@@ -185,7 +189,9 @@ class Scheduler:
         """Whether somebody has something to compute, as far as can be told without planning."""
         if self.trials.active and any(self._in_flight.values()):
             return False  # nothing is planned ahead while one is near
-        return bool(self.waiting) or any(r.num_planned > r.num_computed for r in self.running if not r.is_ending)
+        return bool(self.waiting) or any(
+            r.num_planned > r.num_computed for r in self.running if not (r.is_ending or r.awaits_mask)
+        )
 
     def compute_on(self) -> None:
         """A step has ended: another one follows if somebody has something to compute."""
@@ -297,7 +303,7 @@ class Scheduler:
         """Tokens of the request to compute in this step: also those that steps in flight draw, which the workers know
         by then. 0 where these end it.
         """
-        if request.is_ending or (self.trials.active and self.trials.holds(request)):
+        if request.is_ending or request.awaits_mask or (self.trials.active and self.trials.holds(request)):
             return 0
         num_tokens = request.num_planned - request.num_computed
         if _decodes(request):

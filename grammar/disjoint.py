@@ -1,19 +1,17 @@
 """Whether no value fulfils two of several schemas: what `oneOf` needs to be the same as `anyOf`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from pdkv.grammar.merge import identity, type_names
-
-Schema = dict[str, Any]
-Resolve = Callable[[Mapping[str, Any] | bool, str], Schema]
+Schema = Mapping[str, Any]
+Resolve = Callable[[Mapping[str, Any] | bool], Schema]
 
 MAX_BRANCHES = 256
 """Of one `oneOf`: each pair is looked at."""
 
 
-def are_disjoint(branches: Sequence[Schema], resolve: Resolve) -> bool:
+def are_disjoint(branches: Sequence[Mapping[str, Any] | bool], resolve: Resolve) -> bool:
     """Whether it can be seen that no two branches have a value in common.
 
     Args:
@@ -21,7 +19,7 @@ def are_disjoint(branches: Sequence[Schema], resolve: Resolve) -> bool:
     """
     if len(branches) > MAX_BRANCHES:
         return False
-    return all(_apart(one, other, resolve, depth=2) for one, other in combinations(branches, 2))
+    return all(_apart(one, other, resolve, depth=2) for one, other in combinations(map(resolve, branches), 2))
 
 
 def _apart(one: Schema, other: Schema, resolve: Resolve, depth: int) -> bool:
@@ -41,7 +39,7 @@ def _objects_apart(one: Schema, other: Schema, resolve: Resolve, depth: int) -> 
     here, there = set(one.get("required", ())), set(other.get("required", ()))
     properties, others = one.get("properties", {}), other.get("properties", {})
     for name in here & there & properties.keys() & others.keys():
-        if _apart(resolve(properties[name], ""), resolve(others[name], ""), resolve, depth - 1):
+        if _apart(resolve(properties[name]), resolve(others[name]), resolve, depth - 1):
             return True
     return bool(
         (other.get("additionalProperties") is False and "patternProperties" not in other and here - others.keys())
@@ -50,16 +48,15 @@ def _objects_apart(one: Schema, other: Schema, resolve: Resolve, depth: int) -> 
 
 
 def _values(schema: Schema) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    return schema.get("enum")
+    return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
 def _types(schema: Schema, values: Sequence[Any] | None) -> set[str]:
     """The types of what fulfils it, number for integer; empty where any may."""
     if values is not None:
         return {type_of(value) for value in values}
-    return {"number" if name == "integer" else name for name in type_names(schema.get("type", []))}
+    given = schema.get("type", [])
+    return {"number" if name == "integer" else name for name in ([given] if isinstance(given, str) else given)}
 
 
 def type_of(value: object) -> str:
@@ -70,3 +67,14 @@ def type_of(value: object) -> str:
         return "boolean"
     names: tuple[tuple[type, str], ...] = ((int, "number"), (float, "number"), (str, "string"), (list, "array"))
     return next((name for kind, name in names if isinstance(value, kind)), "object")
+
+
+def identity(value: Any) -> Hashable:
+    """The same for two JSON values that are equal, and for no others: true is not 1, and 1.0 is."""
+    if isinstance(value, bool):
+        return ("boolean", value)
+    if isinstance(value, list):
+        return ("array", tuple(map(identity, value)))
+    if isinstance(value, dict):
+        return ("object", frozenset((name, identity(item)) for name, item in value.items()))
+    return value  # type: ignore[no-any-return]

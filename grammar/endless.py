@@ -33,33 +33,37 @@ def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, A
         )
 
 
-def _references(schema: Mapping[str, Any]) -> Iterator[str]:
+def _references(schema: Any) -> Iterator[str]:
     """The definitions that a schema, or a part of one, refers to."""
+    if not isinstance(schema, Mapping):
+        return
     if "$ref" in schema:
         yield _name(schema["$ref"])
-    parts = (*schema.get("anyOf", ()), *schema.get("properties", {}).values(), *schema.get("prefixItems", ()))
-    for part in (*parts, schema.get("items")):
-        if isinstance(part, Mapping):
-            yield from _references(part)
+    parts = [part for name in ("anyOf", "allOf", "prefixItems") for part in schema.get(name, ())]
+    for part in (*parts, *schema.get("properties", {}).values(), schema.get("items")):
+        yield from _references(part)
 
 
 def _name(reference: str) -> str:
     return reference.rpartition("/")[2]
 
 
-def _ends(schema: Mapping[str, Any], ending: set[str]) -> bool:
+def _ends(schema: Any, ending: set[str]) -> bool:
     """Whether something fulfils it, if the definitions in `ending` can be fulfilled."""
-    if "$ref" in schema:
-        return _name(schema["$ref"]) in ending
-    if "anyOf" in schema:
-        return any(_ends(branch, ending) for branch in schema["anyOf"])
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and _name(schema["$ref"]) not in ending:
+        return False
+    if "anyOf" in schema and not any(_ends(branch, ending) for branch in schema["anyOf"]):
+        return False
+    if not all(_ends(part, ending) for part in schema.get("allOf", ())):
+        return False
     match schema.get("type"):
-        case "object":
+        case "object" | ["object"]:
             properties, required = schema.get("properties", {}), schema.get("required", ())
             return all(_ends(properties[name], ending) for name in required if name in properties)
-        case "array":
+        case "array" | ["array"]:
             prefix, least = schema.get("prefixItems", ()), schema.get("minItems", 0)
-            items = schema.get("items", True)
-            enough = least <= len(prefix) or isinstance(items, bool) or _ends(items, ending)
+            enough = least <= len(prefix) or _ends(schema.get("items", True), ending)
             return enough and all(_ends(item, ending) for item in prefix[:least])
     return True

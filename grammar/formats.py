@@ -1,86 +1,163 @@
-"""Structural tags put together here: formats in xgrammar's notation, of parts that are in their normal form already.
+"""Shapes of answers put together of parts, as llguidance reads them: expressions and rules in its dialect of Lark.
 
-Markers such as [TOOL_CALLS] are texts in them, whether a tokenizer has a special token for them or not: within
-structural tags a special token matches its own text.
+What the library reads in one piece, a text or a pattern, it reads as far as it goes ("lexemes" are greedy); only a free
+text up to a marker ends where the marker ends first. So a free text is the last part of a sequence, or ends with one.
 """
 
 import json
+import re
 from collections.abc import Sequence
-from typing import Any
+from hashlib import blake2b
+from typing import NamedTuple
 
 from pdkv.errors import InvalidRequest
-from pdkv.grammar.spec import Grammar
+from pdkv.grammar.spec import Grammar, GrammarKind
 
-Format = dict[str, Any]
+_HEADER = '%llguidance {"no_forcing": true}\n'
+"""Where one text alone may follow, each way to cut it into tokens is allowed, as everywhere else."""
 
-ANY_TEXT: Format = {"type": "any_text"}
+_FREE = "/(?s:.*)/"
 
-_MAX_SPACES = 1
-"""White space in a row, of JSON: a model that is in doubt writes it without end."""
+_JSON_TOKEN = re.compile(r'"[^"]*"|\s|[^"\s{}\[\]:,]+|.')
+
+
+class Format(NamedTuple):
+    """A part of an answer."""
+
+    expression: str
+    rules: dict[str, str] = {}  # that it refers to: name, perhaps with an attribute, and body
+
+
+class Tag(NamedTuple):
+    """A part that begins with a text."""
+
+    begin: str
+    rest: Format
+
+
+Part = str | Format | Tag
+
+ANY_TEXT = Format(_FREE)
 
 
 def text(value: str) -> Format:
     """This text."""
-    return {"type": "const_string", "value": value}
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{value[:32]!r} is no valid text: {error.reason}") from None
+    return Format(json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f"))
 
 
-def json_of(schema: Any) -> Format:
-    """JSON of a schema, which is in its normal form."""
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_SPACES}
+def pattern(written: str) -> Format:
+    """A regular expression as `patterns.py` writes it."""
+    return Format(f"/{written}/" if written else '""')
 
 
-def sequence(*parts: str | Format) -> Format:
+def json_of(schema: str) -> Format:
+    """JSON of a schema, which is given as the text of its normal form."""
+    return Format(f"%json {schema}")
+
+
+def _joined(parts: Sequence[Part], between: str) -> Format:
+    formats = [_format(part) for part in parts]
+    rules = {name: body for format in formats for name, body in format.rules.items()}
+    return Format(f"({between.join(format.expression for format in formats)})", rules)
+
+
+def _format(part: Part) -> Format:
+    if isinstance(part, Tag):  # token by token, as far as it is JSON: what else may stand there may be JSON, too
+        return sequence(*_JSON_TOKEN.findall(part.begin), part.rest)
+    return text(part) if isinstance(part, str) else part
+
+
+def sequence(*parts: Part) -> Format:
     """One after the other."""
-    return {"type": "sequence", "elements": [text(part) if isinstance(part, str) else part for part in parts]}
+    return _joined([part for part in parts if part != ""] or [""], " ")
 
 
-def either(formats: Sequence[Format]) -> Format:
+def either(parts: Sequence[Part]) -> Format:
     """One of them."""
-    return formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
+    return _joined(parts, " | ")
 
 
-def optional(format: Format) -> Format:
+def repeated(part: Part, least: int, most: int | None) -> Format:
+    """So many of it."""
+    format = _joined([part], "")
+    return Format(f"{format.expression}{{{least},{'' if most is None else most}}}", format.rules)
+
+
+def optional(part: Part) -> Format:
     """It, or nothing."""
-    return {"type": "optional", "content": format}
+    return repeated(part, 0, 1)
 
 
-def tag(begin: str, content: Format, end: str) -> Format:
+def named(body: str, *, terminal: bool = False, lazy: bool = False) -> Format:
+    """A rule for `body`; a terminal is read in one piece, a lazy one ends as soon as it can."""
+    digest = blake2b(f"{terminal}{lazy}{body}".encode(), digest_size=8).hexdigest()
+    name = f"T_{digest}".upper() if terminal else f"r_{digest}"
+    return Format(name, {f"{name}[lazy]" if lazy else name: body})
+
+
+def one_of(texts: Sequence[str]) -> Format:
+    """One of these texts, which may begin alike."""
+    return named(" | ".join(text(value).expression for value in texts), terminal=True)
+
+
+def marker(value: str) -> Format:
+    """This text, which is never taken for the beginning of a free one."""
+    return named(text(value).expression, lazy=True)
+
+
+def until(end: str) -> Format:
+    """Any text up to the first `end`, and that."""
+    return named(f"{_FREE} {text(end).expression}", lazy=True)
+
+
+def tag(begin: str, content: Part, end: str) -> Tag:
     """Content between two texts. Any text in it goes on to the first `end`."""
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+    return Tag(begin, until(end) if content == ANY_TEXT and end else sequence(content, end))
 
 
-def separated(tags: Sequence[Format], separator: str, *, several: bool) -> Format:
-    """One of the tags or more, and nothing else; `several` may be left out where one is to be all."""
-    return {
-        "type": "tags_with_separator",
-        "tags": list(tags),
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": not several,
-    }
+def separated(tags: Sequence[Part], separator: str, *, several: bool) -> Format:
+    """One of the tags or more, and nothing else; `several`: more than one may be there."""
+    one = either(tags)
+    return sequence(one, repeated(sequence(separator, one), 0, None)) if several else one
 
 
-def triggered(tags: Sequence[Format], *, several: bool) -> Format:
-    """Any text, in which what begins as one of the tags does goes on as that tag does."""
-    return {
-        "type": "triggered_tags",
-        "triggers": list(dict.fromkeys(part["begin"] for part in tags)),
-        "tags": list(tags),
-        "stop_after_first": not several,
-    }
+def triggered(
+    tags: Sequence[Tag], triggers: Sequence[str] | None = None, *, several: bool, required: bool = False
+) -> Format:
+    """Any text, in which what begins as a trigger goes on as one of the tags with this beginning does.
+
+    Args:
+        triggers: None: the beginnings of the tags.
+        several: text may go on behind a tag, and more of them come.
+        required: one has to come.
+    """
+    ways = []
+    for trigger in dict.fromkeys(tag.begin for tag in tags) if triggers is None else triggers:
+        goes_on = [
+            sequence(tag.begin.removeprefix(trigger), tag.rest) for tag in tags if tag.begin.startswith(trigger)
+        ]
+        ways.append(sequence(until(trigger), either(goes_on)))
+    if not several:
+        return either([*ways, *([] if required else [ANY_TEXT])])
+    return sequence(repeated(either(ways), int(required), None), ANY_TEXT)
 
 
-def structural_tag(format: Format) -> Grammar:
+def grammar(kind: GrammarKind, format: Format) -> Grammar:
     """What engines are told of it.
 
     Raises:
-        InvalidRequest: it is too large, or nested too deeply.
+        InvalidRequest: it is too large.
     """
-    made = {"type": "structural_tag", "format": format}
-    try:
-        text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError:
-        raise InvalidRequest("the schemas of the answer are nested too deeply") from None
-    grammar = Grammar("structural_tag", text)
-    grammar.validate()
-    return grammar
+    rules = "".join(f"{name}: {body}\n" for name, body in format.rules.items())
+    made = Grammar(kind, f"{_HEADER}start: {format.expression}\n{rules}")
+    made.validate()
+    return made
+
+
+def structural_tag(format: Format) -> Grammar:
+    """The same, where markers such as [TOOL_CALLS] may be tokens of their own."""
+    return grammar("tags", format)

@@ -1,5 +1,7 @@
 """What the keywords of JSON Schema are to a grammar."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from pdkv.errors import InvalidRequest
@@ -29,6 +31,11 @@ OF_OBJECTS = (
     "maxProperties",
 )
 ENFORCED = frozenset((*COMBINING, *OF_VALUES, "type", *OF_STRINGS, *OF_NUMBERS, *OF_ARRAYS, *OF_OBJECTS))
+FORMATS = frozenset(
+    {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)  # fmt: skip
+FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-path", "textarea", "markdown"})
+"""Formats that say how to show a string, and forbid none."""
 
 TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
 
@@ -62,10 +69,7 @@ _SCHEMA_MAPS = frozenset(("properties", "patternProperties"))
 _SCHEMA_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
 _TEXTS = frozenset(("pattern", "format", "$ref"))
 _MAX_COUNT = 1_000_000
-
-
-class Contradiction(InvalidRequest):
-    """No answer could fulfil a schema."""
+_CONTROLS = re.compile(r"[^\x08-\x0A\x0C\x0D\x20-\x7E\x80-\U0010FFFF]")
 
 
 def refuse(keyword: str, at: str, why: str) -> InvalidRequest:
@@ -78,7 +82,7 @@ def pointer(at: str, *names: str | int) -> str:
     return at + "".join("/" + clip(str(name)).replace("~", "~0").replace("/", "~1") for name in names)
 
 
-def check_keywords(schema: dict[str, Any], at: str) -> dict[str, Any]:
+def check_keywords(schema: Mapping[str, Any], at: str) -> dict[str, Any]:
     """The keywords of one schema that a grammar has to enforce.
 
     Raises:
@@ -87,8 +91,9 @@ def check_keywords(schema: dict[str, Any], at: str) -> dict[str, Any]:
     enforced = {}
     for keyword, value in schema.items():
         if keyword in ENFORCED:
-            check_value(keyword, value, at)
-            enforced[keyword] = int(value) if keyword in _COUNTS else value
+            _check_value(keyword, value, at)
+            if keyword != "format" or value not in FREE_FORMATS:
+                enforced[keyword] = int(value) if keyword in _COUNTS else value
         elif keyword == "$id" and not at:
             continue
         elif keyword not in ANNOTATIONS and not keyword.startswith("x-"):
@@ -98,16 +103,19 @@ def check_keywords(schema: dict[str, Any], at: str) -> dict[str, Any]:
     return enforced
 
 
-def check_value(keyword: str, value: object, at: str) -> None:
+def _check_value(keyword: str, value: object, at: str) -> None:
     """Raises InvalidRequest where a keyword has a value of a wrong kind."""
     if keyword in _COUNTS:
-        if not is_integer(value) or not 0 <= value <= _MAX_COUNT:  # type: ignore[operator]
+        if not _is_integer(value) or not 0 <= value <= _MAX_COUNT:  # type: ignore[operator]
             raise refuse(keyword, at, f"must be an integer from 0 to {_MAX_COUNT}, got {clip(repr(value))}")
     elif keyword in OF_NUMBERS:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
             raise refuse(keyword, at, f"must be a number below 1e15, got {clip(repr(value))}")
     elif keyword in _TEXTS:
         _check(isinstance(value, str), keyword, at, "a string", value)
+        if keyword == "format" and value not in FORMATS | FREE_FORMATS:
+            known = ", ".join(sorted(FORMATS))
+            raise refuse(keyword, at, f"is {clip(value)!r}, which cannot be enforced; what can: {known}")
     elif keyword in _SCHEMAS:
         _check(isinstance(value, dict | bool), keyword, at, "a schema", value)
     elif keyword in _SCHEMA_MAPS:
@@ -121,6 +129,9 @@ def check_value(keyword: str, value: object, at: str) -> None:
         _check(good, keyword, at, "a list of strings", value)
     elif keyword == "enum":
         _check(isinstance(value, list) and bool(value), keyword, at, "a list, not empty", value)
+        _check_values(value, keyword, at)
+    elif keyword == "const":
+        _check_values(value, keyword, at)
     elif keyword == "type":
         types = [value] if isinstance(value, str) else value
         good = isinstance(types, list) and bool(types) and all(name in TYPES for name in types)
@@ -129,7 +140,7 @@ def check_value(keyword: str, value: object, at: str) -> None:
         _check(isinstance(value, bool), keyword, at, "true or false", value)
 
 
-def is_integer(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     """Whether a JSON number is one without a fraction."""
     return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
@@ -137,3 +148,16 @@ def is_integer(value: object) -> bool:
 def _check(good: bool, keyword: str, at: str, expected: str, value: object) -> None:
     if not good:
         raise refuse(keyword, at, f"must be {expected}, got {clip(repr(value))}")
+
+
+def _check_values(value: object, keyword: str, at: str) -> None:
+    """The library keeps numbers as doubles; control characters are not written in its strings but by short escapes."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _check_values(item, keyword, at)
+    elif isinstance(value, int | float) and not abs(value) <= 2**53:
+        raise refuse(keyword, at, f"has a number beyond 2**53: {clip(str(value))}")
+    elif isinstance(value, str) and _CONTROLS.search(value):
+        raise refuse(keyword, at, f"has a control character that cannot be enforced: {clip(repr(value))}")

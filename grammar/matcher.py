@@ -1,14 +1,22 @@
 """Where one answer stands in its grammar: a function of the answer's tokens, and of nothing else."""
 
-from collections.abc import Sequence
-from functools import cache
+import re
+from copy import copy
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from pdkv.grammar.library import load_xgrammar
-from pdkv.grammar.match_time import MatchTime
-from pdkv.grammar.vocabulary import WORD_BITS, Vocabulary
+from pdkv.errors import InvalidRequest
+from pdkv.grammar.spec import Grammar
+from pdkv.grammar.vocabulary import Vocabulary
+from pdkv.limits import clip
+
+Words = NDArray[np.int32]
+
+_LIMITS = {"step_max_items": 20_000, "max_items_in_row": 2_000, "verbose_errors": False}
+"""Of the library's work for one mask. Most schemas need some dozens of items, one of 1,000 optional properties needs
+between 1,000 and 5,000, and takes 5 ms. What such a mask may cost at worst is bounded elsewhere, by the clock."""
 
 
 class Matcher:
@@ -17,44 +25,40 @@ class Matcher:
     Behind a stop token, stop tokens alone are allowed.
     """
 
-    def __init__(
-        self,
-        matcher: Any,
-        vocabulary: Vocabulary,
-        *,
-        allows_special: bool,
-        time: MatchTime,
-        grammar: int = 0,
-    ) -> None:
-        """Args:
-        matcher: an `xgrammar.GrammarMatcher` at the beginning.
-        allows_special: whether tokens that are left out of answers may match the text that they stand for.
-        time: where what it takes is counted.
-        grammar: the number under which it is.
-        """
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._known = vocabulary.all if allows_special else vocabulary.not_special
-        self._never = vocabulary.padding if allows_special else vocabulary.padding | vocabulary.special
-        self._num_behind = 0  # tokens behind the first stop token
-        self._time = time
-        self._grammar = grammar
+    def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
+        """At the beginning of an answer.
 
-    @property
-    def is_filled_alone(self) -> bool:
-        """Whether `fill_all` calls `fill`: it has ended, or its time is taken by itself."""
-        return self._time.is_exact or bool(self._matcher.is_terminated())
+        Raises:
+            InvalidRequest: the grammar is wrong, too large, or nothing can fulfil it.
+        """
+        self._vocabulary = vocabulary
+        library = vocabulary.library
+        tokenizer = vocabulary.tokenizer(tagged=grammar.kind == "tags")
+        limits = library.LLParserLimits(**_LIMITS)
+        self._matcher: Any = library.LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits)
+        self._num_behind = 0  # tokens behind the text: stop tokens
+        self._check()
+
+    def copy(self) -> "Matcher":
+        """Another one at the same place, for much less than a grammar takes."""
+        made = copy(self)
+        made._matcher = self._matcher.deep_copy()
+        return made
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token; False, and nothing changes, where the grammar does not allow it."""
-        if self._matcher.is_terminated():
-            self._num_behind += token_id in self._vocabulary.stop_token_ids
-            return token_id in self._vocabulary.stop_token_ids
-        if token_id in self._never or not 0 <= token_id < self._vocabulary.size:
+        """Go on by one token; False, and nothing changes, where the grammar does not allow it.
+
+        Raises:
+            InvalidRequest: as `fill`.
+        """
+        if token_id in self._vocabulary.stop_token_ids:
+            is_accepted = bool(self._num_behind or self._matcher.is_accepting())
+            self._num_behind += is_accepted
+            return is_accepted
+        if self._num_behind or not 0 <= token_id < self._vocabulary.size:
             return False
-        began = self._time.clock()
-        is_accepted = bool(self._matcher.accept_token(token_id))
-        self._time.spend(self._grammar, self._time.clock() - began, int(is_accepted))
+        is_accepted = bool(self._matcher.try_consume_tokens([token_id]))
+        self._check()
         return is_accepted
 
     def rollback(self, count: int) -> None:
@@ -63,90 +67,43 @@ class Matcher:
         self._num_behind -= behind
         if count > behind:
             self._matcher.rollback(count - behind)
+            self._check()
 
-    def fill(self, bitmask: torch.Tensor, row: int) -> None:
+    def fill(self, words: Words) -> None:
         """Say which tokens may come next.
 
         Args:
-            bitmask: (n, ceil(vocab / 32)) int32 on the CPU; its row `row` is overwritten. Bit i % 32 of word i // 32
-                stands for token i.
+            words: (num_words,) int32, contiguous; is overwritten. Bit i % 32 of word i // 32 stands for token i.
+
+        Raises:
+            InvalidRequest: the grammar needs more work for it than is allowed.
         """
-        words = bitmask[row]
-        if self._matcher.is_terminated():
-            words.copy_(self._vocabulary.stop)
+        if self._num_behind:
+            words[:] = 0
+            for token_id in self._vocabulary.stop_token_ids:
+                words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
             return
-        began = self._time.clock()
-        self._matcher.fill_next_token_bitmask(bitmask, row)
-        self._time.spend(self._grammar, self._time.clock() - began)
-        words &= self._known
-
-    @staticmethod
-    def fill_all(matchers: Sequence["Matcher"], bitmask: torch.Tensor) -> None:
-        """As `fill` for each of them and its row, in fewer calls. Their time is counted in one place."""
-        together = list[int]()
-        for row, matcher in enumerate(matchers):
-            if matcher.is_filled_alone:
-                matcher.fill(bitmask, row)
-            else:
-                together.append(row)
-        if not together:
-            return
-        time = matchers[together[0]]._time
-        began = time.clock()
-        handles = [matchers[row]._matcher for row in together]
-        _batch_matcher().batch_fill_next_token_bitmask(handles, bitmask, together)
-        time.spend(None, time.clock() - began)
-        _keep_known(matchers, together, bitmask)
-
-    def forced(self, limit: int) -> list[int]:
-        """The tokens that have to come next, at most `limit`: each is the only one allowed. None behind the end."""
-        tokens: list[int] = []
-        while len(tokens) < limit and not self._matcher.is_terminated():
-            token_id = _only_token(self._mask())
-            if token_id is None or not self.accept(token_id):
-                break
-            tokens.append(token_id)
-        self.rollback(len(tokens))
-        return tokens
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing may follow but stop tokens."""
-        if self._matcher.is_terminated():
-            return True
-        if not self._matcher.is_completed():
-            return False
-        return not bool((self._mask() & self._vocabulary.not_stop).any())
+        return bool(self._num_behind or self._matcher.is_stopped())
 
-    def _mask(self) -> torch.Tensor:
-        """(num_words,) of the tokens allowed next."""
-        mask = torch.empty((1, self._vocabulary.num_words), dtype=torch.int32)
-        self.fill(mask, 0)
-        return mask[0]
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidRequest(_reason(self._matcher.get_error()), param="structured_outputs")
 
 
-@cache
-def _batch_matcher() -> Any:
-    """Has no state of its own."""
-    return load_xgrammar().BatchGrammarMatcher(max_threads=1)
-
-
-def _keep_known(matchers: Sequence[Matcher], rows: Sequence[int], bitmask: torch.Tensor) -> None:
-    """Take out the tokens that no matcher may allow. Those of most steps take out the same ones."""
-    known = matchers[rows[0]]._known
-    if len(rows) == len(matchers) and all(matcher._known is known for matcher in matchers):
-        bitmask[: len(rows)] &= known
-        return
-    for row in rows:
-        bitmask[row] &= matchers[row]._known
-
-
-def _only_token(mask: torch.Tensor) -> int | None:
-    """The token of a mask that allows just one."""
-    [indices] = mask.numpy().nonzero()
-    if len(indices) != 1:
-        return None
-    word = int(mask[indices[0]]) & 0xFFFFFFFF
-    if word & (word - 1):
-        return None
-    return int(indices[0]) * WORD_BITS + word.bit_length() - 1
+def _reason(error: str) -> str:
+    """The library's words without the place in what was made of the request, and without its own."""
+    first = error.partition("\n")[0]
+    if "NoExtension" in first:
+        return "no text fulfils the grammar"
+    if "panic" in first:
+        return "the library that matches grammars fails at it"
+    if "TooComplex" in first or "limit" in first:
+        return f"the grammar is too complex to match: {clip(first)}"
+    detail = next((line for line in error.splitlines() if line.startswith("error: ")), "")
+    return clip(re.sub(r"^(?:at )?\d+\(\d+\): ", "", first)) + detail.replace("error:", "")

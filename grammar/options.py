@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarOptions:
-    """Bounds of compilation and of what is kept."""
+    """Bounds of one grammar, and of the processes that match grammars."""
 
-    compile_timeout_s: float = 10.0  # of one grammar
-    cache_bytes: int = 512 << 20  # compiled grammars that are kept
-    compile_memory_bytes: int = 1 << 30  # that compiling one grammar may take
-    max_waiting: int = 1024  # grammars in the queue
-    max_waiting_bytes: int = 64 << 20  # text of them
+    time_s: float = 2.0  # of a processor, that a grammar may have used and not earned back
+    memory_bytes: int = 512 << 20  # that a process may take
+    num_processes: int = 8
+    max_waiting_chars: int = 64 << 20  # text of grammars that wait for one process

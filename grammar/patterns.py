@@ -1,79 +1,138 @@
-"""Regular expressions: those that a grammar enforces as they are meant, and some that are made here."""
+"""Regular expressions of clients in the library's dialect (that of Rust's `regex`), with the meaning they have to them.
 
-from collections.abc import Iterable
+The clients' dialects are JSON Schema's (ECMA 262) and Python's. Where the two differ, a class holds what both allow:
+`\\d` are the ASCII digits, `.` is no line end of either. What neither has, and what the library lacks, is refused.
+"""
 
-from pdkv.grammar.regex import ANY, complement, parse, ranges_of
-from pdkv.grammar.regex_writer import class_in_json, literal, write
+import re
 
-CHARACTER = class_in_json(ANY)
-"""One character of a JSON string that is written as itself."""
+from pdkv.errors import InvalidRequest
+from pdkv.limits import clip
 
-_DAY = r"((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
-_DATE = rf"[12]\d{{3}}-{_DAY}"
-_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
-_BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,20}[A-Za-z0-9])?"
-_HOST = rf"{_LABEL}(\.{_LABEL}){{0,5}}"
+MAX_PATTERN_CHARS = 16_384
+"""Of one regular expression."""
 
-FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "duration": r"P(\d{1,9}[WMY]|\d{1,9}D(T\d{1,9}[HMS])?|\d{1,9}M\d{1,9}D|\d{1,9}Y\d{1,9}M(\d{1,9}D)?|T\d{1,9}[HMS])",
-    "email": rf"[A-Za-z0-9_+-]{{1,40}}(\.[A-Za-z0-9_+-]{{1,20}}){{0,3}}@{_HOST}",
-    "hostname": _HOST,
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "ipv6": r"([0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}",
-    "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
-    "uri": rf"(https?|ftp)://{_HOST}(:\d{{1,4}})?(/[A-Za-z0-9._~!$&()*+,;=:@-]*)*"
-    r"(\?[A-Za-z0-9._~!$&()*+,;=:@/-]*)?(#[A-Za-z0-9._~-]*)?",
+_ESCAPE = (
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a character beyond U+FFFF
+    r"|\\(?:u\{[0-9a-fA-F]{1,8}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.|$)"
+)
+_TOKEN = re.compile(
+    _ESCAPE + r"|\[\^?(?:\\.|[^\]\\])+\]|\{[0-9]+(?:,[0-9]*)?\}|\(\?(?:P?<[A-Za-z_]\w*>|:)?|.", re.DOTALL
+)
+_IN_BRACKET = re.compile(_ESCAPE + "|.", re.DOTALL)
+_ODD_SPACES = r"\x{1C}-\x{1F}\x{85}\x{FEFF}"
+"""Spaces to one of the dialects."""
+
+# By properties: in schemas the library takes \w and \d for the ASCII ones.
+_CLASSES = {
+    "d": "[0-9]",
+    "D": r"[^\p{Nd}]",
+    "w": "[0-9A-Za-z_]",
+    "W": r"[^\p{L}\p{N}_]",
+    "s": r"[\s--\x{85}]",
+    "S": rf"[^\s{_ODD_SPACES}]",
 }
-"""Formats of strings that are enforced, each by a subset of what it allows: an answer is never wrong by it."""
+_CLASSES_NOT = {
+    "d": r"\p{Nd}",
+    "D": "[^0-9]",
+    "w": r"\p{L}\p{N}_",
+    "W": "[^0-9A-Za-z_]",
+    "s": rf"\s{_ODD_SPACES}",
+    "S": r"\S\x{85}",
+}
+"""Within a negated bracket, where less is meant by more."""
 
-FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-path", "textarea", "markdown"})
-"""Formats that say how to show a string, and forbid none."""
+_CONTROLS = {"0": 0, "n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
+
+_FORMATS = {
+    "date": r"[12]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))",
+    "time": r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)",
+}
+FORMATS = _FORMATS | {"date-time": f"{_FORMATS['date']}T{_FORMATS['time']}"}
+"""Formats of which the library's own patterns let wrong values pass: 30 February, a leap second at any time."""
 
 
 def pattern_of(pattern: str, at: str) -> str:
-    """A client's pattern for strings in JSON as the library enforces it.
+    """The library's pattern for a client's; line ends and slashes are escaped in it.
 
     Raises:
-        InvalidRequest: it is wrong, or cannot be enforced; `at` says where it stands.
+        InvalidRequest: it cannot be enforced; `at` says where it stands.
     """
-    return f"^({write(parse(pattern, at), at, in_json=True)})$"
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise InvalidRequest(f"{at} must have at most {MAX_PATTERN_CHARS} characters, got {len(pattern)}")
+    try:
+        pattern.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{at} has half of a surrogate pair") from None
+    return "".join(_token(found[0], at) for found in _TOKEN.finditer(pattern))
 
 
-def text_pattern_of(pattern: str, at: str) -> str:
-    """The same for text that is no JSON."""
-    return write(parse(pattern, at), at, in_json=False)
+def whole(pattern: str) -> str:
+    """The pattern of a text that fulfils one from its beginning to its end."""
+    return f"^(?:{pattern})$"
 
 
-def pattern_of_length(least: int, most: int | None) -> str:
-    """Strings of so many characters, in the form that `compiling.py` knows."""
-    return f"^{CHARACTER}{{{least},{'' if most is None else most}}}$"
+def _token(token: str, at: str) -> str:
+    match token[0]:
+        case "\\":
+            return _escape(token, at, _CLASSES)
+        case ".":
+            return r"[^\n\r\x{2028}\x{2029}]"
+        case "(" if token == "(?":
+            raise _refused(token, at)
+        case "(":
+            return "(?:"
+        case "[":
+            return _bracket(token, at)
+        case "{" if len(token) > 1:
+            return token
+        case ")" | "|" | "*" | "+" | "?" | "^" | "$":
+            return token
+    return _char(ord(token))
 
 
-def other_names(names: Iterable[str]) -> str:
-    """A pattern for the JSON strings without escapes that are none of `names`.
-
-    By a walk through their trie: behind each of its prefixes either the string ends, where no name does, or a character
-    follows that goes on with no name, and then anything.
-    """
-    written = [name for name in names if not any(char in '"\\' or char < " " for char in name)]
-    return f"^{_behind(sorted(set(written)), 0)}$"
+def _refused(what: str, at: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{at}: {clip(what)!r} cannot be enforced (no look-around, word boundaries, back-references, flags, empty brackets)"
+    )
 
 
-def _behind(names: list[str], depth: int) -> str:
-    """The pattern of what may follow `names[i][:depth]`, the same for all."""
-    ends = bool(names) and len(names[0]) == depth
-    following: dict[str, list[str]] = {}
-    for name in names:
-        if len(name) > depth:
-            following.setdefault(name[depth], []).append(name)
-    if not following:
-        return f"{CHARACTER}+" if ends else f"{CHARACTER}*"
-    others = complement(ranges_of(*((ord(char), ord(char)) for char in following)))
-    ways = [f"{class_in_json(others)}{CHARACTER}*"]
-    ways += [f"{literal(char)}{_behind(rest, depth + 1)}" for char, rest in following.items()]
-    together = f"({'|'.join(ways)})"
-    return together if ends else f"{together}{{0,1}}"
+def _char(code: int) -> str:
+    """One character, in and out of brackets."""
+    char = chr(code)
+    return char if char.isalnum() else f"\\x{{{code:X}}}"
+
+
+def _escape(token: str, at: str, classes: dict[str, str]) -> str:
+    name, rest = token[1:2], token[2:]
+    if name in classes:
+        return classes[name]
+    if name in _CONTROLS:
+        return _char(_CONTROLS[name])
+    if name in ("u", "x") and rest:
+        if "\\" in rest:
+            return _char(0x10000 + ((int(rest[:4], 16) & 0x3FF) << 10 | int(rest[6:], 16) & 0x3FF))
+        code = int(rest.strip("{}"), 16)
+        if code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF:
+            return _char(code)
+    elif name and not (name.isalnum() or name == "_"):
+        return _char(ord(name))
+    raise _refused(token, at)
+
+
+def _bracket(token: str, at: str) -> str:
+    """A class of characters; a hyphen that is not between two characters stands for itself."""
+    if token == "[":
+        raise _refused("a bracket that is empty, or not closed", at)
+    negated = token[1] == "^"
+    classes = _CLASSES_NOT if negated else _CLASSES
+    items = [found[0] for found in _IN_BRACKET.finditer(token[2 if negated else 1 : -1])]
+    made, is_end = [], True  # whether the item before cannot begin a range
+    for i, item in enumerate(items):
+        if item == "-" and not is_end and i + 1 < len(items) and items[i + 1][1:2] not in classes:
+            made.append("-")
+            is_end = True
+            continue
+        made.append(_escape(item, at, classes) if item[0] == "\\" else _char(ord(item)))
+        is_end = item[1:2] in classes or made[-2:-1] == ["-"]
+    return f"[{'^' if negated else ''}{''.join(made)}]"

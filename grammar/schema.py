@@ -1,50 +1,43 @@
-"""A JSON schema in the form that a grammar enforces to the letter, or a refusal that names the keyword and its place.
+"""A JSON schema as the library enforces it to the letter, or a refusal that names the keyword and its place.
 
-xgrammar reads a schema by the first of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type` that it finds, and
-leaves out what stands beside it, as it leaves out `not`, `uniqueItems` and others. So every schema is brought here into
-one where nothing stands beside: what it accepts may be less than the client's schema does, and is never more.
+The library merges what stands beside, and what it does not know it refuses. Here goes in what it would let pass, and
+what a client means without saying so: an object or a list has what its schema names, and nothing else.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.disjoint import are_disjoint
 from pdkv.grammar.endless import check_ends
-from pdkv.grammar.keywords import (
-    COMBINING,
-    KEYWORDS_OF,
-    OF_VALUES,
-    TYPES,
-    Contradiction,
-    check_keywords,
-    pointer,
-    refuse,
-)
-from pdkv.grammar.leaves import array, number, objects, string, values
-from pdkv.grammar.merge import merge, part
+from pdkv.grammar.keywords import COMBINING, KEYWORDS_OF, OF_VALUES, TYPES, check_keywords, pointer, refuse
+from pdkv.grammar.patterns import FORMATS, pattern_of, whole
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 
 MAX_SCHEMAS = 20_000
-"""Schemas in one, those counted again that are merged into several."""
+"""Schemas in one, those counted again that are made in two ways."""
 
 MAX_DEPTH = 64
-"""Of schemas in each other, in the client's own and where they are merged."""
+"""Of schemas in each other."""
+
+_WHITESPACE = r"[\x20\x09]|\r?\n[\x20\x09]{0,64}"
+"""Between the tokens of JSON: one, or a new line and what indents it. A model that is in doubt writes it without end."""
 
 Schema = dict[str, Any]
+AnySchema = Mapping[str, Any] | bool
 
 
-def normalize(schema: Mapping[str, Any] | bool, *, time: SchemaTime | None = None) -> str:
+def normalize(schema: AnySchema, *, time: SchemaTime | None = None) -> str:
     """The JSON text of a schema that a grammar enforces as it stands.
 
     Args:
         time: what it may take; None: as much as all schemas of one request.
 
     Raises:
-        InvalidRequest: a keyword cannot be enforced, is wrong, or contradicts another; its place is a JSON pointer.
+        InvalidRequest: a keyword cannot be enforced, or is wrong; its place is a JSON pointer.
         RequestAborted: nobody waits for it any more.
     """
     made = _Normalizer(schema, time or SchemaTime()).run()
@@ -52,32 +45,36 @@ def normalize(schema: Mapping[str, Any] | bool, *, time: SchemaTime | None = Non
 
 
 class _Normalizer:
-    """One schema. What `$ref` points to becomes an entry of `$defs` that is made once."""
+    """One schema. What `$ref` points to becomes an entry of `$defs`.
 
-    def __init__(self, root: Mapping[str, Any] | bool, time: SchemaTime) -> None:
+    A schema that holds alone, with no other beside it, may be closed: properties that it does not name are not there.
+    """
+
+    def __init__(self, root: AnySchema, time: SchemaTime) -> None:
         self._root = root
         self._time = time
-        self._definitions: dict[str, Schema] = {}  # by the name that they get
-        self._names: dict[str, str] = {}  # by the pointer as the client wrote it
-        self._pending: list[tuple[str, Schema, str]] = []  # definitions to make: name, the client's schema, its place
-        self._count = 0
-        self._depth = 0
-        self._leaves: dict[str, Callable[[Schema, str], Schema]] = {
-            "string": string,
-            "array": lambda schema, at: array(schema, at, self.schema),
-            "object": lambda schema, at: objects(schema, at, self.schema),
+        self._definitions: dict[str, Any] = {}  # by the name that they get
+        self._names: dict[tuple[str, bool], str] = {}  # of what a reference means, alone or not
+        self._pending: list[tuple[str, AnySchema, str, bool]] = []
+        self._count = self._depth = 0
+        self._has_open_names = False  # beside names that have schemas of their own
+
+    def run(self) -> Any:
+        made = self._schema(self._root, "", alone=True)
+        while self._pending:
+            name, target, at, alone = self._pending.pop()
+            self._definitions[name] = self._schema(target, at, alone=alone)
+        check_ends(made, self._definitions, self._time)
+        escapes = 'nrbtf\\"' + "u" * (not self._has_open_names)
+        options = {"json_allowed_escapes": escapes, "json_allow_general_unicode_escapes": not self._has_open_names}
+        return {
+            "x-guidance": {"whitespace_pattern": _WHITESPACE, **options},
+            **({} if made is True else made),
+            **({"$defs": self._definitions} if self._definitions else {}),
         }
 
-    def run(self) -> Schema:
-        made = self.schema(self._root, "")
-        while self._pending:
-            name, target, at = self._pending.pop()
-            self._definitions[name] = self.schema(target, at)
-        check_ends(made, self._definitions, self._time)
-        return {**made, "$defs": self._definitions} if self._definitions else made
-
-    def schema(self, schema: Mapping[str, Any] | bool, at: str) -> Schema:
-        """The normal form of one schema and of those in it."""
+    def _schema(self, schema: AnySchema, at: str, *, alone: bool) -> Any:
+        """One schema and those in it; `alone`: see above."""
         self._count += 1
         self._depth += 1
         if self._count > MAX_SCHEMAS:
@@ -86,86 +83,126 @@ class _Normalizer:
             raise InvalidRequest(f"the schema is more than {MAX_DEPTH} deep at {at}")
         self._time.check()
         try:
-            if schema is False:
-                raise InvalidRequest(f"the schema at {at or 'the root'} is false: no answer could fulfil it")
-            return self._combined({} if schema is True else check_keywords(dict(schema), at), at)
+            if isinstance(schema, bool):
+                if not schema and not at:
+                    raise InvalidRequest("the schema at the root is false: no answer could fulfil it")
+                return schema
+            return self._object(check_keywords(schema, at), at, alone)
         finally:
             self._depth -= 1
 
-    def _combined(self, schema: Schema, at: str) -> Schema:
-        """Resolve what combines schemas, one keyword at a time."""
-        keyword = next((name for name in COMBINING if name in schema), None)
-        if keyword is None:
-            return self._leaf(schema, at)
-        rest = {name: value for name, value in schema.items() if name != keyword}
-        if keyword == "$ref":
-            if not rest:
-                return self._reference(schema["$ref"], at)
-            return self.schema(merge(part(self._target(schema["$ref"], at), at), rest, at), at)
-        if keyword == "allOf":
-            for i, each in enumerate(schema["allOf"]):
-                place = pointer(at, "allOf", i)
-                rest = merge(rest, part(self._without_reference(each, place), place), place)
-            return self.schema(rest, at)
-        if keyword == "oneOf":
-            self._check_disjoint(schema["oneOf"], at)
-        return self._either(schema[keyword], rest, keyword, at)
+    def _object(self, schema: Schema, at: str, alone: bool) -> Schema:
+        _name_by_pattern(schema, at)
+        combining = [name for name in COMBINING if name in schema]
+        # Where it says no more than that its branches may hold, they are alone as it is.
+        passes_on = schema.keys() - {"type"} == set(combining[:1]) and len(schema.get("allOf", (1,))) == 1
+        beside = self._close(schema, at, alone and not passes_on)
+        _check_counts(schema, at)
+        if alone and "type" not in schema and not any(name in schema for name in OF_VALUES):
+            types = [name for name in TYPES if name != "integer" and any(k in schema for k in KEYWORDS_OF.get(name, ()))]
+            if types and (not combining or types == ["object"]):
+                schema["type"] = types
+        if schema.get("additionalProperties") is not False and ("properties" in schema or "patternProperties" in schema):
+            self._has_open_names = True  # by an escape one would pass for another
+        made: Schema = {}
+        for keyword, value in schema.items():
+            place = pointer(at, keyword)
+            if keyword == "$ref":
+                made[keyword] = self._reference(value, at, alone=alone and passes_on)
+            elif keyword in COMBINING:
+                if keyword == "oneOf" and not are_disjoint(value, lambda part: self._resolved(part, at)):
+                    raise refuse("oneOf", at, _NOT_DISJOINT)
+                parts = self._schemas(value, place, alone=alone and passes_on)
+                beside += parts if keyword == "allOf" else [{"anyOf": parts}]
+            else:
+                made[keyword] = self._own(keyword, value, place, alone)
+        if made.get("format") in FORMATS:
+            beside.append({"pattern": whole(FORMATS[made.pop("format")])})
+        return {**made, "allOf": beside} if beside else made
 
-    def _either(self, branches: list[Any], rest: Schema, keyword: str, at: str) -> Schema:
-        """Each branch with what stands beside all of them; branches that nothing could fulfil are left out."""
-        made, errors = [], []
-        for i, branch in enumerate(branches):
-            place = pointer(at, keyword, i)
-            if branch is False:
-                continue
-            if not rest:
-                made.append(self.schema(branch, place))
-                continue
-            try:
-                merged = merge(part(self._without_reference(branch, place), place), rest, place)
-            except Contradiction as error:
-                errors.append(error)
-                continue
-            made.append(self.schema(merged, place))
-        if not made:
-            raise errors[0] if errors else refuse(keyword, at, "has no branch that an answer could fulfil")
-        return made[0] if len(made) == 1 else {"anyOf": made}
+    def _own(self, keyword: str, value: Any, at: str, alone: bool) -> Any:
+        """The value of a keyword that does not combine schemas."""
+        match keyword:
+            case "items" | "additionalProperties":
+                return self._schema(value, at, alone=alone)
+            case "prefixItems":
+                return self._schemas(value, at, alone=alone)
+            case "properties":
+                return {name: self._schema(part, pointer(at, name), alone=alone) for name, part in value.items()}
+            case "patternProperties":
+                places = {name: pointer(at, name) for name in value}
+                return {
+                    pattern_of(name, f"the pattern at {place}"): self._schema(value[name], place, alone=alone)
+                    for name, place in places.items()
+                }
+            case "pattern":
+                return whole(pattern_of(value, f"the keyword 'pattern' at {at}"))
+        return value
 
-    def _leaf(self, schema: Schema, at: str) -> Schema:
-        if any(name in schema for name in OF_VALUES):
-            return values(schema, at)
-        given = schema.get("type")
-        types = [given] if isinstance(given, str) else list(dict.fromkeys(given or ()))
-        if "number" in types and "integer" in types:
-            types.remove("integer")
-        if not types:
-            types = [
-                name for name in TYPES if name != "integer" and any(k in schema for k in KEYWORDS_OF.get(name, ()))
-            ]
-        if not types:
-            return {}
-        made = [self._typed(schema, name, at) for name in types]
-        return made[0] if len(made) == 1 else {"anyOf": made}
+    def _schemas(self, schemas: list[AnySchema], at: str, *, alone: bool) -> list[Any]:
+        return [self._schema(part, pointer(at, i), alone=alone) for i, part in enumerate(schemas)]
 
-    def _typed(self, schema: Schema, name: str, at: str) -> Schema:
-        own = {keyword: schema[keyword] for keyword in KEYWORDS_OF.get(name, ()) if keyword in schema}
-        if name in ("number", "integer"):
-            return number({"type": name, **own}, at)
-        make = self._leaves.get(name)
-        return {"type": name} if make is None else make({"type": name, **own}, at)
+    # --- what is not named --------------------------------------------------------------------------------------------
+
+    def _close(self, schema: Schema, at: str, alone: bool) -> list[Schema]:
+        """Enforce what `unevaluated…` says, and if nothing does, that a schema that holds alone names all there is.
+
+        Changes the schema, and returns what has to hold beside it where it combines others.
+        """
+        beside = []
+        for keyword, others, named in _CLOSING:
+            asked = schema.pop(keyword, None)
+            rest = not alone if asked is None else asked
+            if rest in (True, {}):
+                continue
+            names = self._named(schema, keyword, others, named, at, is_asked=asked is not None)
+            if names is None or (asked is None and len(names) <= schema.get("minItems", 0) * (named != "properties")):
+                continue
+            listed: Any = dict.fromkeys(names, True) if named == "properties" else [True] * len(names)
+            if schema.keys().isdisjoint(COMBINING):
+                schema.update({named: listed | schema.get(named, {}), others: rest} if named == "properties" else {others: rest})
+            else:
+                beside.append({named: listed, others: self._schema(rest, pointer(at, keyword), alone=False)})
+        return beside
+
+    def _named(
+        self, schema: Schema, keyword: str, others: str, named: str, at: str, *, is_asked: bool, depth: int = 0
+    ) -> dict[Any, None] | None:
+        """The properties, or the numbers of items, that a schema and those that it combines name; None: no bound.
+
+        Raises:
+            InvalidRequest: that depends on the value, and `is_asked`.
+        """
+        if others in schema or keyword in schema or depth > MAX_DEPTH:
+            return None
+        own = schema.get(named, ())
+        names = dict.fromkeys(own if named == "properties" else range(len(own)))
+        if not is_asked and named == "properties":
+            names |= dict.fromkeys(schema.get("required", ()) if names or depth else ())
+        by_pattern = named == "properties" and ("patternProperties" in schema or "propertyNames" in schema)
+        parts = [part for name in COMBINING if name in schema for part in _parts(schema, name)]
+        if is_asked and ((by_pattern and (parts or depth)) or (parts and not schema.keys().isdisjoint(("anyOf", "oneOf")))):
+            raise refuse(keyword, at, "cannot be enforced: what is evaluated depends on the value")
+        if by_pattern and (parts or depth):
+            return None
+        for part in parts:
+            within = self._named(self._resolved(part, at), keyword, others, named, at, is_asked=is_asked, depth=depth + 1)
+            if within is None:
+                return None
+            names |= within
+        return names
 
     # --- references -----------------------------------------------------------------------------------------------
 
-    def _reference(self, uri: str, at: str) -> Schema:
+    def _reference(self, uri: str, at: str, *, alone: bool) -> str:
         """A reference to a definition, which will be made if this is the first to it."""
-        name = self._names.get(uri)
+        name = self._names.get((uri, alone))
         if name is None:
-            target = self._target(uri, at)
-            name = self._names[uri] = f"d{len(self._names)}"
-            self._pending.append((name, target, uri[1:]))
-        return {"$ref": f"#/$defs/{name}"}
+            name = self._names[uri, alone] = f"d{len(self._names)}"
+            self._pending.append((name, self._target(uri, at), uri[1:], alone))
+        return f"#/$defs/{name}"
 
-    def _target(self, uri: str, at: str) -> Schema:
+    def _target(self, uri: str, at: str) -> AnySchema:
         """What a reference points to, as the client wrote it."""
         if uri != "#" and not uri.startswith("#/"):
             raise refuse("$ref", at, f"must be '#' or begin with '#/', other documents are not read: got {clip(uri)!r}")
@@ -180,27 +217,61 @@ class _Normalizer:
                 raise refuse("$ref", at, f"points to nothing: {clip(uri)!r}")
         if not isinstance(target, Mapping | bool):
             raise refuse("$ref", at, f"points to no schema: {clip(uri)!r}")
-        return {} if target is True else {"enum": []} if target is False else dict(target)
+        return target
 
-    def _without_reference(self, schema: Mapping[str, Any] | bool, at: str) -> Schema:
-        """A schema that is to be merged with others: what it refers to, in its place."""
-        merged: Schema = {} if schema is True else {"enum": []} if schema is False else check_keywords(dict(schema), at)
+    def _resolved(self, schema: AnySchema, at: str) -> Schema:
+        """A schema with what it refers to in its place; of one that says more beside a reference, that alone."""
         for _ in range(MAX_DEPTH):
             self._time.check()
-            if "$ref" not in merged:
-                return merged
-            target = self._target(merged["$ref"], at)
-            rest = {name: value for name, value in merged.items() if name != "$ref"}
-            merged = merge(part(check_keywords(target, at), at), rest, at)
+            kept = check_keywords({} if schema is True else {"enum": []} if schema is False else schema, at)
+            if kept.keys() != {"$ref"}:
+                return kept
+            schema = self._target(kept["$ref"], at)
         raise refuse("$ref", at, "is a loop that comes to no schema")
 
-    def _check_disjoint(self, branches: list[Any], at: str) -> None:
-        """`oneOf` can be enforced where no answer fulfils two of its branches."""
-        resolved = [self._without_reference(branch, pointer(at, "oneOf", i)) for i, branch in enumerate(branches)]
-        if len(resolved) > 1 and not are_disjoint(resolved, self._without_reference):
-            raise refuse(
-                "oneOf",
-                at,
-                "cannot be enforced: an answer may fulfil two of its branches, as far as can be seen from their types, "
-                "values, or a required property with a value of its own in each; use anyOf",
-            )
+
+_CLOSING = (
+    ("unevaluatedProperties", "additionalProperties", "properties"),
+    ("unevaluatedItems", "items", "prefixItems"),
+)
+
+_NOT_DISJOINT = (
+    "cannot be enforced: an answer may fulfil two of its branches, as far as can be seen from their types, values, or a "
+    "required property with a value of its own in each; use anyOf"
+)
+
+
+def _parts(schema: Schema, keyword: str) -> list[AnySchema]:
+    return [{"$ref": schema[keyword]}] if keyword == "$ref" else schema[keyword]
+
+
+def _check_counts(schema: Schema, at: str) -> None:
+    """Names that are not listed may come twice, and count once then."""
+    least = schema.get("minProperties", 0)
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if least > max(1, len(schema.get("required", ()))) and not is_closed:
+        raise refuse("minProperties", at, "can be enforced up to 1, or for the properties listed alone")
+    if schema.get("uniqueItems"):
+        raise refuse("uniqueItems", at, "cannot be enforced: a grammar does not compare items")
+    schema.pop("uniqueItems", None)
+
+
+def _name_by_pattern(schema: Schema, at: str) -> None:
+    """Properties in the place of `propertyNames`: listed, or with a pattern."""
+    names = schema.pop("propertyNames", True)
+    if names in (True, {}):
+        return
+    if beside := next((name for name in ("properties", "patternProperties", "required") if name in schema), None):
+        raise refuse("propertyNames", at, f"cannot be enforced beside {beside}: a name may be in both")
+    others = schema.get("additionalProperties", schema.pop("unevaluatedProperties", True))
+    own = check_keywords({"enum": []} if names is False else names, pointer(at, "propertyNames"))
+    kind, given = own.pop("type", "string"), own.keys()
+    listed = [own["const"]] if "const" in own else own.get("enum", ())
+    if kind == "string" and len(given) == 1 and listed:
+        schema["properties"] = {name: others for name in listed if isinstance(name, str)}
+    elif kind == "string" and given and (given <= {"minLength", "maxLength"} or len(given) == 1 and "pattern" in given):
+        counts = f"{own.get('minLength', 0)},{own.get('maxLength', '')}"
+        schema["patternProperties"] = {f"^(?:{own['pattern']})$" if "pattern" in own else rf"^[\s\S]{{{counts}}}$": others}
+    else:
+        raise refuse("propertyNames", at, "can be enforced where it has a pattern, an enum, or a length")
+    schema["additionalProperties"] = False

@@ -7,7 +7,8 @@ import msgspec
 
 from pdkv.errors import InvalidRequest
 
-GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+GrammarKind = Literal["text", "tags"]
+"""In tags a special token matches the text that it stands for; elsewhere it matches none."""
 
 ASKED_AS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """The fields of `StructuredOutputs`, one of which is given."""
@@ -51,7 +52,7 @@ class Grammar(msgspec.Struct, frozen=True):
     """The shape of an answer as engines are told it: checked, and free of what a grammar cannot enforce."""
 
     kind: GrammarKind
-    text: str  # a normalised JSON schema, a regular expression, EBNF, or a structural tag as JSON
+    text: str  # in llguidance's dialect of Lark
 
     @property
     def digest(self) -> bytes:

@@ -1,62 +1,64 @@
-"""Structural tags: free text with tagged parts that have a shape, in xgrammar's notation."""
+"""Structural tags of clients, in xgrammar's notation: free text with tagged parts that have a shape."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdkv.errors import InvalidRequest
-from pdkv.grammar.formats import Format
+from pdkv.grammar.ebnf import ebnf
+from pdkv.grammar.formats import (
+    ANY_TEXT,
+    Format,
+    Part,
+    Tag,
+    either,
+    json_of,
+    pattern,
+    repeated,
+    separated,
+    sequence,
+    tag,
+    text,
+    triggered,
+    until,
+)
 from pdkv.grammar.json_text import read_json
 from pdkv.grammar.keywords import pointer
+from pdkv.grammar.patterns import pattern_of
 from pdkv.grammar.normal_forms import normalize
-from pdkv.grammar.patterns import text_pattern_of
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 
 MAX_DEPTH = 32
 """Of formats in each other."""
 
-_PLAIN = ("const_string", "any_text", "token", "exclude_token", "any_tokens", "grammar")
-_WITH_SCHEMA = ("json_schema", "qwen_xml_parameter")
-_PARTS = {
-    "sequence": ("elements",),
-    "or": ("elements",),
-    "tag": ("content",),
-    "triggered_tags": ("tags",),
-    "token_triggered_tags": ("tags",),
-    "tags_with_separator": ("tags",),
-    "optional": ("content",),
-    "plus": ("content",),
-    "star": ("content",),
-    "repeat": ("content",),
-}
-"""Formats that hold others, and the fields in which they do."""
+Fields = Mapping[str, Any]
 
 
-def normalize_tag(tag: Mapping[str, Any] | str, time: SchemaTime | None = None) -> Format:
-    """The format of a structural tag whose schemas and patterns are enforced as they stand.
+def read_tag(given: Mapping[str, Any] | str, time: SchemaTime | None = None) -> Format:
+    """The format of a structural tag.
 
     Args:
-        tag: `{"type": "structural_tag", "format": …}`, or vLLM's older `{"structures": […], "triggers": […]}`.
+        given: `{"type": "structural_tag", "format": …}`, or vLLM's older `{"structures": […], "triggers": […]}`.
         time: what its schemas may take together; None: as much as those of one request.
 
     Raises:
-        InvalidRequest: it is none; names the place as a JSON pointer.
+        InvalidRequest: it is none, or cannot be enforced; names the place as a JSON pointer.
         RequestAborted: nobody waits for it any more.
     """
-    if isinstance(tag, str):
-        tag = read_json(tag, "the structural tag")
-    if not isinstance(tag, Mapping):
+    if isinstance(given, str):
+        given = read_json(given, "the structural tag")
+    if not isinstance(given, Mapping):
         raise InvalidRequest("a structural tag must be an object with a format")
-    if "structures" in tag:
-        tag = {"type": "structural_tag", "format": _from_structures(tag)}
-    if not isinstance(tag.get("format"), Mapping):
+    if "structures" in given:
+        given = {"type": "structural_tag", "format": _from_structures(given)}
+    if not isinstance(given.get("format"), Mapping):
         raise InvalidRequest("a structural tag must have a format, an object with a type")
-    return _format(tag["format"], "/format", 0, time or SchemaTime())
+    part = _Reader(time or SchemaTime()).read(given["format"], "/format")
+    return sequence(part)
 
 
-def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
-    structures, triggers = tag["structures"], tag.get("triggers")
+def _from_structures(given: Fields) -> dict[str, Any]:
+    structures, triggers = given["structures"], given.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise InvalidRequest("structures and triggers of a structural tag must be lists")
     tags = []
@@ -71,41 +73,124 @@ def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _format(format_: object, at: str, depth: int, time: SchemaTime) -> Format:
-    """One format, with the schemas in it in their normal form."""
-    if depth > MAX_DEPTH:
-        raise InvalidRequest(f"the structural tag is more than {MAX_DEPTH} deep at {at}")
-    time.check()
-    if not isinstance(format_, Mapping) or not isinstance(format_.get("type"), str):
-        raise InvalidRequest(f"the format at {at} must be an object with a type")
-    kind, made = format_["type"], dict(format_)
-    if kind in _WITH_SCHEMA:
-        if not isinstance(format_.get("json_schema"), Mapping | bool):
-            raise InvalidRequest(f"the format at {at} must have a json_schema, an object")
-        made["json_schema"] = _schema(format_["json_schema"], pointer(at, "json_schema"), time)
-        if format_.get("any_order"):
-            raise InvalidRequest(f"any_order at {at} cannot be enforced: nothing would hold to required properties")
-    elif kind == "regex":
-        if not isinstance(format_.get("pattern"), str):
-            raise InvalidRequest(f"the format at {at} must have a pattern, a string")
-        made["pattern"] = text_pattern_of(format_["pattern"], f"the pattern at {pointer(at, 'pattern')}")
-    elif kind in _PARTS:
-        for field in _PARTS[kind]:
-            part = format_.get(field)
-            if field == "content":
-                made[field] = _format(part, pointer(at, field), depth + 1, time)
-            elif isinstance(part, list):
-                made[field] = [_format(item, pointer(at, field, i), depth + 1, time) for i, item in enumerate(part)]
-            else:
-                raise InvalidRequest(f"the format at {at} must have {field}, a list")
-    elif kind not in _PLAIN:
-        known = ", ".join(sorted((*_PLAIN, *_WITH_SCHEMA, "regex", *_PARTS)))
-        raise InvalidRequest(f"the format at {at} has the type {clip(kind)!r}; known: {known}")
-    return made
+class _Reader:
+    """Of one structural tag."""
+
+    def __init__(self, time: SchemaTime) -> None:
+        self._time = time
+        self._depth = 0
+
+    def read(self, given: object, at: str) -> Part:
+        """One format."""
+        self._time.check()
+        if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
+            raise InvalidRequest(f"the format at {at} must be an object with a type")
+        reader = _READERS.get(given["type"])
+        if reader is None:
+            known = ", ".join(sorted(_READERS))
+            raise InvalidRequest(f"the format at {at} has the type {clip(given['type'])!r}; known: {known}")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise InvalidRequest(f"the structural tag is more than {MAX_DEPTH} deep at {at}")
+        made = reader(self, given, at)
+        self._depth -= 1
+        return made
+
+    def _json(self, given: Fields, at: str) -> Part:
+        schema = _field(given, "json_schema", (Mapping, bool), at, "a schema")
+        if given.get("style", "json") != "json":
+            raise InvalidRequest(f"the style at {at} cannot be enforced: got {clip(repr(given['style']))}, not 'json'")
+        try:
+            return json_of(normalize(schema, time=self._time))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"in the schema at {pointer(at, 'json_schema')}: {error}") from None
+
+    def _regex(self, given: Fields, at: str) -> Part:
+        return pattern(pattern_of(_text(given, "pattern", at), f"the pattern at {pointer(at, 'pattern')}"))
+
+    def _sequence(self, given: Fields, at: str) -> Part:
+        parts = self._parts(given, "elements", at)
+        for i in range(len(parts) - 1, 0, -1):
+            if parts[i - 1] == ANY_TEXT:
+                if not isinstance(end := parts[i], str) or not end:
+                    raise InvalidRequest(f"the format at {pointer(at, 'elements', i - 1)} must be last, or before a text")
+                parts[i - 1 : i + 1] = [until(end)]
+        return sequence(*parts)
+
+    def _tag(self, given: Fields, at: str) -> Tag:
+        content = self.read(given.get("content"), pointer(at, "content"))
+        return tag(_text(given, "begin", at), content, _text(given, "end", at))
+
+    def _tags(self, given: Fields, at: str) -> list[Tag]:
+        tags = self._parts(given, "tags", at)
+        for i, part in enumerate(tags):
+            if not isinstance(part, Tag):
+                raise InvalidRequest(f"the format at {pointer(at, 'tags', i)} must be a tag")
+        return tags
+
+    def _triggered(self, given: Fields, at: str) -> Part:
+        tags, triggers = self._tags(given, at), _field(given, "triggers", list, at, "a list of texts")
+        if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+            raise InvalidRequest(f"the format at {at} must have triggers, texts that are not empty")
+        for kind, ones, others in (("trigger", triggers, tags), ("tag", tags, triggers)):
+            for one in ones:
+                pairs = ((one, other) if kind == "tag" else (other, one) for other in others)
+                if not any(tagged.begin.startswith(trigger) for tagged, trigger in pairs):
+                    raise InvalidRequest(f"the format at {at} has a {kind} without its like: tags begin with triggers")
+        required, several = _flag(given, "at_least_one", at), not _flag(given, "stop_after_first", at)
+        return triggered(tags, triggers, several=several, required=required)
+
+    def _separated(self, given: Fields, at: str) -> Part:
+        tags, separator = self._tags(given, at), _text(given, "separator", at)
+        made = separated(tags, separator, several=not _flag(given, "stop_after_first", at))
+        return made if _flag(given, "at_least_one", at) else repeated(made, 0, 1)
+
+    def _repeat(self, given: Fields, at: str) -> Part:
+        least, most = given.get("min", 0), given.get("max", -1)
+        if not (type(least) is type(most) is int and 0 <= least <= (most if most >= 0 else least) <= 10_000):
+            raise InvalidRequest(f"the format at {at} must have min and max, integers of at most 10000, max -1 for no end")
+        return self._repeated(given, at, least, most if most >= 0 else None)
+
+    def _repeated(self, given: Fields, at: str, least: int, most: int | None) -> Part:
+        return repeated(self.read(given.get("content"), pointer(at, "content")), least, most)
+
+    def _parts(self, given: Fields, field: str, at: str) -> list[Any]:
+        parts = _field(given, field, list, at, "a list, not empty")
+        if not parts:
+            raise InvalidRequest(f"the format at {at} must have {field}, a list, not empty")
+        return [self.read(part, pointer(at, field, i)) for i, part in enumerate(parts)]
 
 
-def _schema(schema: Mapping[str, Any] | bool, at: str, time: SchemaTime) -> Any:
-    try:
-        return json.loads(normalize(schema, time=time))
-    except InvalidRequest as error:
-        raise InvalidRequest(f"in the schema at {at}: {error}") from None
+def _field(given: Fields, field: str, kind: Any, at: str, what: str) -> Any:
+    if not isinstance(given.get(field), kind):
+        raise InvalidRequest(f"the format at {at} must have {field}, {what}")
+    return given[field]
+
+
+def _text(given: Fields, field: str, at: str) -> str:
+    value: str = _field(given, field, str, at, "a text")
+    text(value)
+    return value
+
+
+def _flag(given: Fields, field: str, at: str) -> bool:
+    value: bool = _field({field: False, **given}, field, bool, at, "true or false")
+    return value
+
+
+_READERS: dict[str, Callable[[_Reader, Fields, str], Part]] = {
+    "const_string": lambda reader, given, at: _text(given, "value", at),
+    "any_text": lambda reader, given, at: ANY_TEXT,
+    "grammar": lambda reader, given, at: ebnf(_text(given, "grammar", at), reader._time),
+    "json_schema": _Reader._json,
+    "regex": _Reader._regex,
+    "sequence": _Reader._sequence,
+    "or": lambda reader, given, at: either(reader._parts(given, "elements", at)),
+    "tag": _Reader._tag,
+    "triggered_tags": _Reader._triggered,
+    "tags_with_separator": _Reader._separated,
+    "optional": lambda reader, given, at: reader._repeated(given, at, 0, 1),
+    "star": lambda reader, given, at: reader._repeated(given, at, 0, None),
+    "plus": lambda reader, given, at: reader._repeated(given, at, 1, None),
+    "repeat": _Reader._repeat,
+}

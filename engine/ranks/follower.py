@@ -7,13 +7,13 @@ import socket
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.executor import InProcessExecutor, RankInfo
 from pdkv.engine.ranks.channel import RankChannel
-from pdkv.engine.ranks.grammars import GrammarReader
 from pdkv.engine.ranks.messages import (
     Answer,
     Attach,
     Attached,
     Broken,
     Collect,
+    MasksTaken,
     PeersChanged,
     Sized,
     Step,
@@ -69,9 +69,14 @@ class FirstRank:
         """This rank is ready. Raises RankTimeout and RankGone."""
         self.say(Attached(info.pid, info.blob))
 
-    def follow(
-        self, executor: InProcessExecutor, metadata_type: type[KVConnectorMetadata], reader: GrammarReader
-    ) -> None:
+    def hear_masks(self) -> MasksTaken:
+        """In the midst of a step: what rank 0 has taken. Raises RankTimeout and RankGone."""
+        order = decode_order(self._ring.get(self._timeout_s))
+        if not isinstance(order, MasksTaken):
+            raise RankError(f"rank 0 gave an order out of place: {type(order).__name__}")
+        return order
+
+    def follow(self, executor: InProcessExecutor, metadata_type: type[KVConnectorMetadata]) -> None:
         """Run orders until rank 0 stops; an engine without requests is silent, so the wait for an order has no end.
 
         Raises:
@@ -80,7 +85,7 @@ class FirstRank:
         while True:
             match decode_order(self._ring.get(None)):
                 case Step() as step:
-                    output = executor.execute(plan_of(step, metadata_type, reader))
+                    output = executor.execute(plan_of(step, metadata_type))
                     self.say(step_done(output))
                 case Collect():
                     self.say(collected(*executor.ask_finished()))

@@ -4,7 +4,6 @@ import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.plan import StepFailure, StepOutput, StepPlan
-from pdkv.engine.ranks.grammars import GrammarReader
 from pdkv.errors import ConfigError
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import ConnectorStats, EngineCard, RequestKey
@@ -21,10 +20,17 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 class Step(msgspec.Struct, frozen=True, tag=True):
     """Run a step. Answered by StepDone."""
 
-    plan: StepPlan  # without kv_meta and grammars
+    plan: StepPlan  # without kv_meta
     kv_meta: bytes | None  # of the connector's own type, which is called
     kv_meta_type: str
-    grammars: dict[int, bytes] = {}  # serialized
+
+
+class MasksTaken(msgspec.Struct, frozen=True, tag=True):
+    """In the midst of a step in which a request with a grammar draws: the masks, and who is left out."""
+
+    rows: list[int]
+    bits: bytes  # (len(rows), words) int32
+    late: list[int]  # as in `StepMasks`
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
@@ -42,7 +48,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The engine shuts down."""
 
 
-Order = Attach | Step | Collect | PeersChanged | Stop
+Order = Attach | Step | MasksTaken | Collect | PeersChanged | Stop
 
 
 # --- the others -> rank 0, each on its channel --------------------------------------------------------------------
@@ -110,23 +116,17 @@ def decode_answer(data: bytes | bytearray) -> Answer:
 def encode_step(plan: StepPlan) -> bytes:
     """A step as the other ranks get it."""
     meta = None if plan.kv_meta is None else _encoder.encode(plan.kv_meta)
-    grammars = {number: compiled.serialized for number, compiled in plan.grammars.items()}
-    plain = msgspec.structs.replace(plan, kv_meta=None, grammars={}) if meta is not None or grammars else plan
-    return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__, grammars))
+    plain = plan if meta is None else msgspec.structs.replace(plan, kv_meta=None)
+    return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__))
 
 
-def plan_of(step: Step, metadata_type: type[KVConnectorMetadata], reader: GrammarReader) -> StepPlan:
-    """The plan with its grammars, and with its metadata, decoded as the connector's own type.
+def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
+    """The plan with its metadata, decoded as the connector's own type.
 
     Raises:
-        PdkvError: what `GrammarReader.read` raises.
         ConfigError: the connector's scheduler side makes another one, whose fields would be lost.
     """
     plan = step.plan
-    if plan.expects_grammars:
-        reader.expect()
-    if step.grammars:
-        plan = msgspec.structs.replace(plan, grammars=reader.read(step.grammars))
     if step.kv_meta is None:
         return plan
     if step.kv_meta_type != metadata_type.__name__:

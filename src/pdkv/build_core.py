@@ -11,12 +11,11 @@ from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.core import EngineCore, Outbox
 from pdkv.engine.executor import Executor
 from pdkv.engine.external import ExternalKV
-from pdkv.engine.grammar_wait import GrammarWait
+from pdkv.engine.grammar_wait import GrammarStore, GrammarWait
 from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.scheduler import Scheduler, SchedulerLimits
 from pdkv.engine.stopping import StopRules
 from pdkv.engine.swap import SwapRule
-from pdkv.grammar.store import GrammarStore
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
@@ -52,7 +51,7 @@ def build_core(
         shutdown: called once, when the core shuts down.
         hit_tokens: of the connector.
         processors: logits processors that requests may name.
-        grammars: who compiles those of requests; None: requests that have one are refused. Stays the caller's.
+        grammars: who gets those of requests ready; None: requests that have one are refused. Stays the caller's.
         preemption: what becomes of the KV of preempted requests.
     """
     layout = card.layout

@@ -25,13 +25,14 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.dtype import resolve_fp8
 from pdkv.engine.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
+from pdkv.engine.masks import GrammarMasks, Masks
 from pdkv.engine.ranks.executor import MultiProcessExecutor, OtherRanks
 from pdkv.engine.ranks.follower import FirstRank
-from pdkv.engine.ranks.grammars import GrammarReader
+from pdkv.engine.ranks.masks import RankMasks, pack
+from pdkv.engine.ranks.messages import encode
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.errors import ConfigError, ModelError, RankError
-from pdkv.grammar.store import GrammarStore
-from pdkv.grammar.vocabulary import Vocabulary
+from pdkv.grammar.host import GrammarHost
 from pdkv.host.memory_limits import check_host_memory
 from pdkv.kernels.compiled import load_all
 from pdkv.logits_processors import ModelInfo, ProcessorSet
@@ -98,9 +99,18 @@ class _Plan(NamedTuple):
         """The weights; their identity is taken while they are loaded. Raises ModelError."""
         return ModelSource(self.config.model, self.model)
 
-    def load_vocabulary(self) -> Vocabulary:
-        """What grammars are compiled for. Raises ConfigError where there is no tokenizer, or not the library."""
-        return Vocabulary.load(self.config.model, self.model.vocab_size, self.model.eos_token_ids)
+    def make_grammars(self, notify: Callable[[], None]) -> GrammarHost:
+        """Who matches the grammars of requests; starts nothing."""
+        config, model, limits = self.config, self.model, self.limits
+        return GrammarHost(
+            config.model,
+            model.vocab_size,
+            model.eos_token_ids,
+            config.grammars,
+            notify,
+            num_requests=limits.max_num_seqs,
+            num_drafts=limits.num_draft_tokens,
+        )
 
 
 def build_engine(
@@ -123,7 +133,7 @@ def build_engine(
         handoff: None: an engine without a connector.
         kv_shards: parts that stored KV heads are cut into, the same in all engines.
         place: where the other ranks are, for config.tp > 1.
-        notify: thread-safe; the connector and whoever compiles grammars wake the engine's loop with it.
+        notify: thread-safe; the connector and what matches grammars wake the engine's loop with it.
         on_progress: is told what takes time.
         on_identity: is told the model's identity once, as soon as it is known: before the load, or after it.
         proposer: guesses tokens of requests that decode; the same on every rank.
@@ -135,15 +145,16 @@ def build_engine(
     plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
     if config.tp > 1 and place is None:
         raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; here is only this one")
+    grammars = plan.make_grammars(notify)
     with plan.open_model() as source:
         on_progress("loading weights")
-        executor, identity = _load(source, on_identity, lambda: _make_executor(plan, source, place))
+        executor, identity = _load(source, on_identity, lambda: _make_executor(plan, source, place, grammars))
     on_progress(f"allocating {executor.num_blocks} KV blocks")
     connector: KVConnector | None = None
     try:
         _check_pool_memory(config, executor)
         connector = _make_connector(plan, identity, executor, notify)
-        return _connect(plan, identity, role, connector, executor, notify)
+        return _connect(plan, identity, role, connector, executor, grammars)
     except BaseException:
         _shut_down(executor, connector)
         raise
@@ -179,7 +190,8 @@ def run_rank(
     try:
         plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
         with plan.open_model() as source:
-            executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, place))
+            masks = RankMasks(first.hear_masks)
+            executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, place, masks))
         executor.num_blocks = first.wait_to_attach(executor.num_blocks, identity)
         on_progress(f"allocating {executor.num_blocks} KV blocks")
         _check_pool_memory(config, executor)
@@ -189,7 +201,7 @@ def run_rank(
         first.attached(info)
         on_ready()
         metadata_type = KVConnectorMetadata if connector is None else connector.metadata_type
-        first.follow(executor, metadata_type, GrammarReader(plan.load_vocabulary, config.rank_timeout_s))
+        first.follow(executor, metadata_type)
     except Exception as error:
         first.give_up(error)
         raise
@@ -246,14 +258,16 @@ def _load(
     return executor, identity
 
 
-def _make_executor(plan: _Plan, source: ModelSource, place: RankPlace | None) -> ModelExecutor:
+def _make_executor(plan: _Plan, source: ModelSource, place: RankPlace | None, grammars: GrammarHost) -> ModelExecutor:
     """The engine's only rank, or its first one with the others."""
+    eos, timeout_s = plan.model.eos_token_ids, plan.config.rank_timeout_s
     if place is None or plan.config.tp == 1:
-        return _load_rank(plan, source, None)
+        return _load_rank(plan, source, None, GrammarMasks(grammars, eos))
     others = OtherRanks(place.sockets, wake_fd=place.wake_fd, start_timeout_s=place.start_timeout_s)
     try:
-        local = _load_rank(plan, source, place)
-        return MultiProcessExecutor(local, others, timeout_s=plan.config.rank_timeout_s)
+        masks = GrammarMasks(grammars, eos, lambda step: others.tell(encode(pack(step)), timeout_s))
+        local = _load_rank(plan, source, place, masks)
+        return MultiProcessExecutor(local, others, timeout_s=timeout_s)
     except RankError as error:
         raise others.why(error) from None
     except BaseException:
@@ -272,7 +286,7 @@ def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
     return over_symmetric_memory(ranks, device, symmetric, place.start_timeout_s)
 
 
-def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None) -> InProcessExecutor:
+def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None, masks: Masks) -> InProcessExecutor:
     """`place`: None for the engine's only rank."""
     return InProcessExecutor(
         plan.model,
@@ -284,6 +298,7 @@ def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None) -> InP
         hit_tokens=_hit_tokens(plan),
         proposer=plan.proposer,
         processors=plan.processors,
+        masks=masks,
         start_timeout_s=None if place is None else place.start_timeout_s,
     )
 
@@ -338,7 +353,7 @@ def _connect(
     role: str,
     connector: KVConnector | None,
     executor: ModelExecutor,
-    notify: Callable[[], None],
+    grammars: GrammarHost,
 ) -> EngineCore:
     """Give the executor its pool and the core its card."""
     block_table: BlockTable = LocalBlockTable(executor.num_blocks)
@@ -374,7 +389,6 @@ def _connect(
         kv_checksum=plan.handoff.kv_checksum if plan.handoff is not None else "off",
     )
     model = plan.model
-    grammars = GrammarStore(plan.config.model, model.vocab_size, model.eos_token_ids, plan.config.grammars, notify)
 
     def shutdown() -> None:
         grammars.close()
@@ -395,7 +409,7 @@ def _connect(
         preemption=plan.config.preemption,
         shutdown=shutdown,
     )
-    weakref.finalize(core, grammars.close)  # its thread would keep its memory
+    weakref.finalize(core, grammars.close)  # its thread would keep its processes
     return core
 
 

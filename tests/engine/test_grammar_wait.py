@@ -3,15 +3,12 @@
 import msgspec
 import pytest
 from engines import at_rest, make_core, of_type, output_of, run, submit
-from held_grammars import HeldStore, Sized
+from held_grammars import HeldStore
 from state_machine.standin import expected_tokens
 
 from pdkv.config import HandoffConfig
 from pdkv.engine.core import EngineCore
-from pdkv.engine.grammar_wait import GrammarWait
-from pdkv.engine.plan import StepPlan
-from pdkv.engine.request import Request
-from pdkv.errors import InvalidRequest, ServerBusy
+from pdkv.errors import GrammarGivenUp, InvalidRequest, ServerBusy
 from pdkv.grammar.spec import Grammar
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import (
@@ -43,7 +40,7 @@ def store() -> HeldStore:
 
 @pytest.fixture
 def core(store: HeldStore) -> EngineCore:
-    return make_core(grammars=store.as_store())
+    return make_core(grammars=store)
 
 
 def waiting(core: EngineCore) -> int:
@@ -57,7 +54,7 @@ def test_others_pass_and_it_goes_on_when_its_grammar_is_there(core: EngineCore, 
     assert output_of(run(core), "b") == expected_tokens(PROMPT, 4)
     assert not core.has_work
     assert core.next_deadline() is not None
-    store.settle(A, Sized())
+    store.settle(A)
     assert core.has_work
     assert output_of(run(core), "a") == expected_tokens(PROMPT, 4)
     assert at_rest(core)
@@ -65,11 +62,11 @@ def test_others_pass_and_it_goes_on_when_its_grammar_is_there(core: EngineCore, 
 
 
 def test_a_known_grammar_costs_no_step(core: EngineCore, store: HeldStore) -> None:
-    store.settle(A, Sized())
+    store.settle(A)
     core.handle("r", with_grammar(), 0.0)
     plan = core.plan_step(1.0)
     assert [new.key for new in plan.new] == [("a", 0)]
-    assert list(plan.grammars) == [plan.new[0].grammar]
+    assert plan.new[0].grammar is not None
     assert plan.new[0].params.grammar is None  # its text is of no use there
 
 
@@ -121,7 +118,7 @@ def test_a_wait_ends_with_its_request(end: str, core: EngineCore, store: HeldSto
     assert all(ticket.is_closed for ticket in store.tickets)
     if end == "shutdown":
         return
-    store.settle(A, Sized())
+    store.settle(A)
     assert [m.code for m in of_type(run(core, 6.0), Failed) if isinstance(m, Failed)] == ["timeout"] * (
         end == "deadline"
     )
@@ -136,7 +133,7 @@ def test_a_wait_ends_with_its_request(end: str, core: EngineCore, store: HeldSto
 @pytest.mark.parametrize("ok", [True, False])
 def test_hand_off_messages_find_a_request_that_waits(ok: bool, store: HeldStore) -> None:
     """Decode hears of the KV, and of the first token, before it has the grammar."""
-    core = make_core(grammars=store.as_store(), options={"mode": "push"}, handoff=HandoffConfig(connector="memory"))
+    core = make_core(grammars=store, options={"mode": "push"}, handoff=HandoffConfig(connector="memory"))
     core.handle("r", with_grammar(kv="await_peer"), 0.0)
     first = expected_tokens(PROMPT, 4)[0]
     core.handle("r", KVHandoff("a", 0, "t-a", "e1", "1", len(PROMPT), b""), 0.0)
@@ -146,7 +143,7 @@ def test_hand_off_messages_find_a_request_that_waits(ok: bool, store: HeldStore)
     request = core.requests["a", 0]
     assert (request.output_token_ids, request.kv_ready) == ([first], ok)
     assert request.handoff is not None
-    store.settle(A, Sized())
+    store.settle(A)
     if ok:
         core.handle("r", Abort("a", 0), 1.0)
         run(core)
@@ -156,7 +153,7 @@ def test_hand_off_messages_find_a_request_that_waits(ok: bool, store: HeldStore)
 
 
 def test_a_hand_off_waits_with_its_ticket(store: HeldStore) -> None:
-    core = make_core(grammars=store.as_store(), options={"mode": "push"}, handoff=HandoffConfig(connector="memory"))
+    core = make_core(grammars=store, options={"mode": "push"}, handoff=HandoffConfig(connector="memory"))
     core.handle("r", with_grammar(kv="handoff", until="first_token"), 0.0)
     core.handle("r", KVTicket("a", 0, b"ticket", 1), 0.0)
     run(core)
@@ -166,34 +163,43 @@ def test_a_hand_off_waits_with_its_ticket(store: HeldStore) -> None:
     assert at_rest(core)
 
 
-def test_workers_keep_what_requests_have_and_the_last_idle_ones(store: HeldStore) -> None:
-    """Each grammar comes once, and goes when too much of what is kept has no request."""
-    wait = GrammarWait(store.as_store(), max_idle_bytes=150)
-    for grammar in (A, B):
-        store.settle(grammar, Sized(100))
+def test_a_request_whose_mask_is_late_is_left_out_and_goes_on_when_it_is_there() -> None:
+    """The others draw in the same step; nothing is planned for it meanwhile, nor drawn twice behind it."""
+    late = iter([False, True, False, True])
+    store = HeldStore(is_late=lambda: next(late, False))
+    core = make_core(grammars=store)
+    store.settle(A)
+    core.handle("r", with_grammar(), 0.0)
+    core.handle("r", submit(PROMPT, request_id="b"), 0.0)
+    messages = run(core)
+    assert output_of(messages, "b") == expected_tokens(PROMPT, 4)
+    assert output_of(messages, "a") == expected_tokens(PROMPT, 1)
+    assert not core.has_work
+    while store.missing:
+        store.bring()
+        assert core.has_work
+        messages += run(core)
+    assert output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    assert at_rest(core)
 
-    def begin(name: str, grammar: Grammar) -> Request:
-        request = Request(with_grammar(grammar, request_id=name), "r", b"", 0.0)
-        assert wait.add(request)
-        return request
 
-    def news() -> tuple[list[int], list[int]]:
-        plan = wait.complete(StepPlan(0, [], [], []))
-        return list(plan.grammars), plan.ended_grammars
+def test_an_answer_that_is_given_up_fails_its_request_though_no_step_has_it() -> None:
+    store = HeldStore(is_late=lambda: True)
+    core = make_core(grammars=store)
+    store.settle(A)
+    core.handle("r", with_grammar(), 0.0)
+    run(core)
+    assert store.missing == [("a", 0)]
+    store.failed["a", 0] = GrammarGivenUp("the grammar takes too long", param="structured_outputs")
+    assert core.has_work
+    (failed,) = of_type(run(core), Failed)
+    assert failed == Failed("a", 0, "grammar_given_up", "the grammar takes too long", False, "structured_outputs")
+    assert at_rest(core)
 
-    first, second = begin("1", A), begin("2", A)
-    assert first.grammar == second.grammar == 0
-    assert wait.complete(StepPlan(0, [], [], [])).expects_grammars
-    other = begin("3", B)
-    assert news() == ([1], [])
-    for request in (first, second, other):
-        assert not wait.remove(request)
-    assert news() == ([], [0])  # 200 bytes were idle
-    again = begin("4", B)
-    assert (again.grammar, news()) == (1, ([], []))
-    wait.remove(again)
-    assert begin("5", A).grammar == 2
-    assert news() == ([2], [])
+
+def test_a_grammar_is_asked_for_in_its_tenants_name(core: EngineCore, store: HeldStore) -> None:
+    core.handle("r", with_grammar(tenant="t1"), 0.0)
+    assert store.tenants == ["t1"]
 
 
 def test_an_answer_that_is_complete_needs_no_grammar(core: EngineCore) -> None:

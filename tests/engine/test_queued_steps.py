@@ -14,11 +14,16 @@ from step_plans import new, outputs, share, tokens
 from twin_device import TwinDevice
 
 from pdkv import LLM, SamplingParams
+from pdkv.engine.batch import PersistentBatch
+from pdkv.engine.drafts import DrawRows
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import allocate_pool, make_layout
+from pdkv.engine.masks import GrammarMasks, Masks, StepMasks
 from pdkv.engine.pending import MAX_PENDING, DoneStep, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.queued_step import QueuedStep
+from pdkv.engine.ranks.masks import RankMasks, pack
+from pdkv.engine.ranks.messages import MasksTaken
 from pdkv.engine.runner import ModelRunner
 from pdkv.grammar.spec import StructuredOutputs
 from pdkv.kernels import streams
@@ -45,6 +50,7 @@ class Recording(NamedTuple):
     """What an engine ran in turn."""
 
     steps: list[Ran]
+    masks: list[MasksTaken]  # of the steps in which a request with a grammar draws
     num_preemptions: int
 
 
@@ -55,8 +61,15 @@ def recording(model: Path) -> Recording:
     prompts = [[rng.randrange(5, 60) for _ in range(rng.randrange(1, 60))] for _ in range(30)]
     params = [_params(i, rng) for i in range(len(prompts))]
     steps: list[Ran] = []
+    masks: list[MasksTaken] = []
     with pytest.MonkeyPatch.context() as patch:
-        launch = InProcessExecutor.launch
+        launch, take = InProcessExecutor.launch, GrammarMasks.take
+
+        def taken(self: GrammarMasks, drawn: DrawRows, batch: PersistentBatch) -> StepMasks:
+            step = take(self, drawn, batch)
+            if self.masks_in(drawn.slots):
+                masks.append(pack(step))
+            return step
 
         def launched(self: InProcessExecutor, plan: StepPlan) -> PendingStep:
             step = launch(self, plan)
@@ -64,6 +77,7 @@ def recording(model: Path) -> Recording:
             return step
 
         patch.setattr(InProcessExecutor, "launch", launched)
+        patch.setattr(GrammarMasks, "take", taken)
         options: dict[str, Any] = {"max_steps_ahead": 2, "in_turn_below_s": 0.0, "threads": 1, "device": "cpu"}
         sizes: dict[str, Any] = {
             "max_num_seqs": MAX_SEQS,
@@ -72,7 +86,7 @@ def recording(model: Path) -> Recording:
         }
         with LLM(model, **options, **sizes, max_num_batched_tokens=48) as llm:
             llm.generate(prompts, params, progress=False)
-            return Recording(steps, llm._engine.core.scheduler.num_preemptions)
+            return Recording(steps, masks, llm._engine.core.scheduler.num_preemptions)
 
 
 def _params(i: int, rng: random.Random) -> SamplingParams:
@@ -102,14 +116,14 @@ def _pool_bytes(model: Path) -> int:
     return NUM_BLOCKS * make_layout(config, block_size=16, dtype=config.dtype).block_bytes
 
 
-def make_runner(model: Path) -> ModelRunner:
+def make_runner(model: Path, masks: Masks | None = None) -> ModelRunner:
     torch.set_num_threads(1)
     config = load_model_config(model)
     dtype, cpu = getattr(torch, config.dtype), torch.device("cpu")
     layout = make_layout(config, block_size=16, dtype=config.dtype)
     decoder = load_decoder(model, config, dtype=dtype, device=cpu, max_model_len=MAX_LEN)
     pool = allocate_pool(layout, NUM_BLOCKS, cpu)
-    return ModelRunner(decoder, pool, layout, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    return ModelRunner(decoder, pool, layout, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, masks=masks)
 
 
 @pytest.fixture
@@ -128,9 +142,12 @@ def test_the_recording_has_all_that_can_happen(recording: Recording) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_launched_before_the_last_ones_were_read_give_the_same(
-    runner: ModelRunner, recording: Recording, seed: int
+    model: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, seed: int
 ) -> None:
     """To the bit: the plans are the same, so what is computed together is, too."""
+    monkeypatch.setattr(streams, "HOST", TwinDevice())
+    masks = iter(recording.masks)
+    runner = make_runner(model, RankMasks(lambda: next(masks)))
     rng, pending = random.Random(seed), deque[tuple[PendingStep, StepOutput]]()
     launched: list[type[PendingStep]] = []
     for plan, output in recording.steps:

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import small_tokenizers
 import tokenizers
-import torch
 from answer_parts import gather, read
 from recorded_answers import ANSWERS, TOOLS
 
-from pdkv.grammar.compiled import CompiledGrammar, serialize
-from pdkv.grammar.compiling import Compiler
 from pdkv.grammar.matcher import Matcher
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.grammar.spec import Grammar, StructuredOutputs
+from pdkv.grammar.spec import StructuredOutputs
 from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
@@ -67,16 +65,11 @@ class Family:
         self.format = AnswerFormat(tool_parser=self.parser, tool_names=TOOLS)
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
-        self._compiled = functools.cache(self._compile)
 
     def matcher(self, rules: AnswerRules) -> Matcher:
         grammar = rules.grammar(self.tokenizer.knows, SchemaTime())
         assert grammar is not None
-        return self._compiled(grammar).matcher()
-
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        data = serialize(Compiler(self.vocabulary).compile(grammar), grammar)
-        return CompiledGrammar.from_bytes(data, self.vocabulary)
+        return Matcher(grammar, self.vocabulary)
 
     @functools.cached_property
     def _bytes(self) -> dict[bytes, int]:
@@ -119,13 +112,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def allowed(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
-    mask = torch.empty((1, vocabulary.num_words), dtype=torch.int32)
-    matcher.fill(mask, 0)
-    words = [int(word) & 0xFFFFFFFF for word in mask[0]]
-    return [token for token in range(vocabulary.size) if words[token // 32] >> (token % 32) & 1]
+    words = np.empty(vocabulary.num_words, np.int32)
+    matcher.fill(words)
+    return [int(i) for i in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
 
 
-def walk(matcher: Matcher, family: Family, rng: random.Random, prefix: str = "", limit: int = 3000) -> str:
+def walk(matcher: Matcher, family: Family, rng: random.Random, prefix: str = "", limit: int = 20_000) -> str:
     """An answer that begins with `prefix` and goes on by random tokens up to its end."""
     token_ids = family.encode(prefix)
     assert all(map(matcher.accept, token_ids)), prefix

@@ -13,11 +13,11 @@ from pdkv import LLM, SamplingParams
 from pdkv.build_engine import build_engine
 from pdkv.config import DEFAULT_MODEL
 from pdkv.engine.plan import NewRequest
-from pdkv.errors import InvalidRequest
-from pdkv.grammar.spec import StructuredOutputs
+from pdkv.errors import GrammarGivenUp, InvalidRequest
+from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.offline.outputs import RequestOutput
 
-pytestmark = pytest.mark.processes  # grammars are compiled in one
+pytestmark = pytest.mark.processes  # grammars are matched in some
 
 SCHEMA = {
     "type": "object",
@@ -151,8 +151,10 @@ def test_what_contradicts_the_shape_ends_the_request_with_the_reason(llm: LLM, f
 
 
 def test_the_engine_gives_a_grammar_the_time_that_its_options_say() -> None:
+    rules = "".join(f'\nr{i}: "x{i}"' for i in range(20_000))
+    costly = Grammar("text", "start: " + " | ".join(f"r{i}" for i in range(20_000)) + rules)
     with (
-        LLM(grammar_compile_timeout_s=0.001, **POOL) as llm,
-        pytest.raises(InvalidRequest, match=r"more than 0\.001 s to compile \(--grammar-compile-timeout-s\)"),
+        LLM(grammar_time_s=0.1, **POOL) as llm,
+        pytest.raises(GrammarGivenUp, match=r"more than 0\.1 s of processor time to match \(--grammar-time-s\)"),
     ):
-        llm.generate("a", SamplingParams(structured_outputs=JSON))
+        llm.generate("a", SamplingParams(grammar=costly))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from held_grammars import HeldStore
 from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
 from state_machine.standin_store import STAND_IN_STORE
 
@@ -13,7 +14,6 @@ from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.grammar.store import GrammarStore
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import EngineCard, EngineToRouter, KVGroup, KVLayout, Submit
 
@@ -33,7 +33,7 @@ def make_core(
     groups: tuple[KVGroup, ...] = (),
     hit_tokens: int = 0,
     proposer: Proposer | None = None,
-    grammars: GrammarStore | None = None,
+    grammars: HeldStore | None = None,
 ) -> EngineCore:
     """An engine with router "r".
 
@@ -73,7 +73,7 @@ def make_core(
         max_num_seqs=limits.max_num_seqs,
         rank_blobs=[worker.handshake()] if worker else [],
     )
-    executor = StandInExecutor(num_blocks, layout, worker, proposer=proposer)
+    executor = StandInExecutor(num_blocks, layout, worker, proposer=proposer, grammars=grammars)
     core = build_core(
         card=card,
         executor=executor,

@@ -1,55 +1,26 @@
-"""Compiled grammars that are there when a test says so."""
+"""Grammars that are ready, and masks that come, when a test says so; all tokens are allowed."""
 
-from typing import cast
+from collections.abc import Callable, Sequence
 
-import torch
+import numpy as np
 
 from pdkv.errors import PdkvError
-from pdkv.grammar.match_time import MatchTime
+from pdkv.grammar.slab import Words
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.store import GrammarStore
-
-
-class Anything:
-    """A matcher of a grammar that allows all tokens."""
-
-    is_filled_alone = True
-
-    def __init__(self) -> None:
-        self._num_tokens = 0
-
-    def accept(self, token_id: int) -> bool:
-        self._num_tokens += 1
-        return True
-
-    def rollback(self, count: int) -> None:
-        assert count <= self._num_tokens
-        self._num_tokens -= count
-
-    def fill(self, bitmask: torch.Tensor, row: int) -> None:
-        bitmask[row] = -1
-
-
-class Sized:
-    """A compiled grammar that allows all tokens."""
-
-    def __init__(self, num_bytes: int = 100) -> None:
-        self.num_bytes = num_bytes
-
-    def matcher(self, time: MatchTime, grammar: int) -> Anything:
-        return Anything()
+from pdkv.wire.messages import RequestKey
 
 
 class _Ticket:
     def __init__(self) -> None:
-        self.value: Sized | PdkvError | None = None
+        self.value: int | PdkvError | None = None
         self.is_closed = False
 
     @property
     def done(self) -> bool:
         return self.value is not None
 
-    def result(self) -> Sized:
+    @property
+    def number(self) -> int:
         assert self.value is not None
         if isinstance(self.value, PdkvError):
             raise self.value
@@ -60,31 +31,82 @@ class _Ticket:
 
 
 class HeldStore:
-    """Stands in for a `GrammarStore` whose compilations end with `settle`."""
+    """Stands in for a `GrammarHost`.
 
-    def __init__(self) -> None:
+    Args:
+        is_late: whether a mask that is asked for is not there; it comes with `bring`.
+    """
+
+    def __init__(self, num_words: int = 1, is_late: Callable[[], bool] = lambda: False) -> None:
         self.tickets: list[_Ticket] = []
-        self._known: dict[Grammar, Sized | PdkvError] = {}
+        self.tenants: list[str] = []
+        self.failed: dict[RequestKey, PdkvError] = {}
+        self.missing: list[RequestKey] = []
+        self.answers: dict[RequestKey, list[int]] = {}
+        self._drafts: dict[RequestKey, int] = {}
+        self._num_words = num_words
+        self._is_late = is_late
+        self._known: dict[Grammar, int | PdkvError] = {}
         self._held: dict[Grammar, list[_Ticket]] = {}
 
-    def ask(self, grammar: Grammar) -> _Ticket:
+    @property
+    def held(self) -> list[Grammar]:
+        """Those that were asked for, and that are not there yet."""
+        return list(self._held)
+
+    def settle(self, grammar: Grammar, error: PdkvError | None = None) -> None:
+        """The grammar is ready, or refused."""
+        value = self._known[grammar] = len(self._known) if error is None else error
+        for ticket in self._held.pop(grammar, ()):
+            ticket.value = value
+
+    def bring(self, index: int = 0) -> None:
+        """A mask that was late is there now."""
+        del self.missing[index]
+
+    # --- what an engine's loop asks for ---------------------------------------------------------------------------
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.failed)
+
+    def ask(self, grammar: Grammar, tenant: str) -> _Ticket:
         ticket = _Ticket()
         ticket.value = self._known.get(grammar)
         self.tickets.append(ticket)
+        self.tenants.append(tenant)
         if ticket.value is None:
             self._held.setdefault(grammar, []).append(ticket)
         return ticket
 
-    @property
-    def held(self) -> list[Grammar]:
-        """Those that somebody asked for, and that are not there yet."""
-        return list(self._held)
+    def take_failed(self) -> dict[RequestKey, PdkvError]:
+        failed, self.failed = self.failed, {}
+        return failed
 
-    def settle(self, grammar: Grammar, value: Sized | PdkvError) -> None:
-        self._known[grammar] = value
-        for ticket in self._held.pop(grammar, ()):
-            ticket.value = value
+    def is_in(self, key: RequestKey) -> bool:
+        return key not in self.missing
 
-    def as_store(self) -> GrammarStore:
-        """As an engine takes it."""
-        return cast(GrammarStore, self)
+    # --- what a runner asks for -----------------------------------------------------------------------------------
+
+    def open(self, key: RequestKey, number: int, token_ids: Sequence[int], own_stops: Sequence[int]) -> None:
+        assert key not in self.answers
+        self.answers[key], self._drafts[key] = list(token_ids), 0
+
+    def go_on(self, steps: Sequence[tuple[RequestKey, list[int], list[int]]]) -> None:
+        for key, token_ids, drafts in steps:
+            assert token_ids
+            self.answers[key] += token_ids
+            self._drafts[key] = len(drafts)
+
+    def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]:
+        for key in keys:
+            assert key not in self.missing, "it is held"
+            if self._is_late():
+                self.missing.append(key)
+        full = np.full((1, self._num_words), -1, np.int32)
+        return [None if key in self.missing else np.repeat(full, 1 + self._drafts[key], 0) for key in keys]
+
+    def end(self, key: RequestKey) -> None:
+        del self.answers[key]
+        if key in self.missing:
+            self.missing.remove(key)

@@ -14,9 +14,8 @@ from grammar_walks import ByteGrammars
 from schema_suite import Group, Schema
 
 from pdkv.errors import InvalidRequest
-from pdkv.grammar.compiled import CompiledGrammar
 from pdkv.grammar.prepare import make_grammar
-from pdkv.grammar.spec import StructuredOutputs
+from pdkv.grammar.spec import Grammar, StructuredOutputs
 
 WALK_BYTES = 1024
 _MAX_ORDERED = 4
@@ -49,41 +48,42 @@ class Judge:
 
     def try_group(self, group: Group) -> None:
         """Its values, and walks."""
-        compiled = self._compile(group.schema)
-        if compiled is None:
+        grammar = self._compile(group.schema)
+        if grammar is None:
             return
         self.tally.valid += len(group.valid)
         self.tally.invalid += len(group.invalid)
-        self.tally.valid_accepted += sum(any(self._accepted(compiled, value)) for value in group.valid)
+        self.tally.valid_accepted += sum(any(self._accepted(grammar, value)) for value in group.valid)
         for value in group.invalid:
-            self.tally.wrong += [f"{group.name}: accepts {text}" for text in self._accepted(compiled, value)]
-        self._walk(group.name, group.schema, compiled)
+            self.tally.wrong += [f"{group.name}: accepts {text}" for text in self._accepted(grammar, value)]
+        self._walk(group.name, group.schema, grammar)
 
     def try_schema(self, name: str, schema: Schema) -> None:
         """Walks alone."""
-        compiled = self._compile(schema)
-        if compiled is not None:
-            self._walk(name, schema, compiled)
+        grammar = self._compile(schema)
+        if grammar is not None:
+            self._walk(name, schema, grammar)
 
-    def _compile(self, schema: Schema) -> CompiledGrammar | None:
+    def _compile(self, schema: Schema) -> Grammar | None:
         self.tally.schemas += 1
         try:
             grammar = make_grammar(StructuredOutputs(json=schema))
+            self._grammars.check(grammar)
         except InvalidRequest as error:
             text = str(error)
             self._refused[text.split("'")[1] if text.startswith("the keyword '") else text[:40]] += 1
             self.tally.refused = dict(self._refused.most_common())
             return None
         self.tally.compiled += 1
-        return self._grammars.compile(grammar)
+        return grammar
 
-    def _accepted(self, compiled: CompiledGrammar, value: Any) -> Iterator[str]:
-        return (text for text in _texts(value) if self._grammars.accepts(compiled, text))
+    def _accepted(self, grammar: Grammar, value: Any) -> Iterator[str]:
+        return (text for text in _texts(value) if self._grammars.accepts(grammar, text))
 
-    def _walk(self, name: str, schema: Schema, compiled: CompiledGrammar) -> None:
+    def _walk(self, name: str, schema: Schema, grammar: Grammar) -> None:
         for _ in range(self._num_walks):
             self.tally.walks += 1
-            text = self._grammars.walk(compiled, self._rng, WALK_BYTES)
+            text = self._grammars.walk(grammar, self._rng, WALK_BYTES)
             if text is None:
                 continue
             self.tally.complete += 1

@@ -22,7 +22,6 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import Intake, prepare
 from pdkv.engine.step_loop import StepLoop, make_step_loop
 from pdkv.errors import ConfigError, RankError
-from pdkv.grammar.library import own_process
 from pdkv.host.linux import set_process_name
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, sweep_if_orphaned, watch_lifeline
@@ -96,7 +95,6 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
     """
     configure_logging(spec.process_name, spec.log_level, spec.log_format)
     set_process_name(f"pd {spec.process_name}")
-    own_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ack = Acknowledger(ack_fd)
     try:

@@ -4,7 +4,6 @@ Thoughts are free up to their closing tag. Behind them stand calls, where they a
 asked for, or calls; else free text, in which calls that begin are well-formed.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,7 +114,7 @@ class AnswerRules:
         return syntax
 
 
-_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+_ANY_OBJECT = normalize({"type": "object"})
 
 
 def _arguments(tool: Tool, time: SchemaTime) -> Format:
@@ -129,6 +128,6 @@ def _arguments(tool: Tool, time: SchemaTime) -> Format:
     schema: dict[str, Any] = {**tool.parameters, "type": "object"}
     with naming(param):
         try:
-            return json_of(json.loads(normalize(schema, time=time)))
+            return json_of(normalize(schema, time=time))
         except RecursionError:
             raise InvalidRequest("the schema is nested too deeply") from None

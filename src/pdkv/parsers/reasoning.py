@@ -2,14 +2,14 @@
 
 from typing import ClassVar, Literal, NamedTuple
 
-from pdkv.grammar.formats import ANY_TEXT, Format, optional, sequence, tag
+from pdkv.grammar.formats import Format, marker, optional, pattern, sequence, until
 from pdkv.parsers.prose import Prose, find_marker
 
 Thinking = Literal["open", "closed", "unsaid"]
 """What a prompt's end says: the answer begins within thoughts, behind them, or the model chooses."""
 
 
-_BEHIND_THOUGHTS: Format = {"type": "regex", "pattern": r"\n{0,2}"}
+_BEHIND_THOUGHTS = pattern(r"\n{0,2}")
 
 
 class Split(NamedTuple):
@@ -58,8 +58,8 @@ class ReasoningParser:
         if prompt == "closed":
             return shape
         thinks_first = prompt == "open" or cls.begins_thinking
-        thoughts = sequence(tag("" if thinks_first else cls.opens, ANY_TEXT, cls.closes), _BEHIND_THOUGHTS)
-        return sequence(thoughts if thinks_first else optional(thoughts), shape)
+        thoughts = sequence(until(cls.closes), _BEHIND_THOUGHTS)
+        return sequence(thoughts if thinks_first else optional(sequence(marker(cls.opens), thoughts)), shape)
 
     def push(self, text: str) -> Split:
         """What is new, and complete."""

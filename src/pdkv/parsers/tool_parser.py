@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, NamedTuple
 
-from pdkv.grammar.formats import Format, separated, triggered
+from pdkv.grammar.formats import Format, Tag, separated, triggered
 from pdkv.parsers.call_object import CallObject
 from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part
 from pdkv.parsers.prose import Prose
@@ -25,7 +25,7 @@ class CallFormat(NamedTuple):
 class CallSyntax(NamedTuple):
     """How a family writes calls, for a grammar."""
 
-    tags: Sequence[Format]  # each is one call, or one list of them
+    tags: Sequence[Tag]  # each is one call, or one list of them
     separator: str = ""  # between two tags
     tag_holds_all: bool = False  # else a tag is one call
 

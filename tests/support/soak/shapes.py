@@ -36,7 +36,7 @@ NUM_HOSTILE = 8
 
 MAX_TOKENS = 64
 ANSWER_BOUND_S = 120.0
-FLAGS = ("--kv-cache-memory", "64MiB", "--max-num-seqs", "32", "--grammar-compile-timeout-s", "2")
+FLAGS = ("--kv-cache-memory", "64MiB", "--max-num-seqs", "32", "--grammar-time-s", "2")
 ALLOWED = frozenset({200, 400, 413, 503})
 HONEST = {
     "type": "object",

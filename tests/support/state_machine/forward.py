@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from held_grammars import HeldStore
 from random_proposer import RandomProposer
 
 from pdkv.connectors.base import WorkerConnector
@@ -41,8 +42,9 @@ class Forward(ABC):
         max_num_seqs: int,
         worker: WorkerConnector,
         proposer: Proposer | None = None,
+        grammars: HeldStore | None = None,
     ) -> Executor:
-        """The executor of a new engine, with its pool registered at `worker`."""
+        """The executor of a new engine, with its pool registered at `worker`. `grammars` makes its masks."""
 
     def watch(self, executor: Executor, blocks: BlockPool) -> None:
         """Let the executor check its writes against who owns what."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from held_grammars import HeldStore, Sized
+from held_grammars import HeldStore
 
 from pdkv.block_keys import root_key
 from pdkv.build_core import build_core
@@ -172,6 +172,7 @@ class World:
         self.clients: list[Client] = []
         self.num_restarts = 0
         self.num_resumed = 0
+        self.num_late = 0  # masks that came when a step had gone on without them
         self.losses = 0
         self.most_ahead = 0  # steps that were planned beyond the oldest that had not ended
         for index in range(2 + chooser.below(2)):
@@ -211,14 +212,16 @@ class World:
             max_model_len=self.forward.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
         )
+        num_words = -(-self.forward.vocab_size // 32)
+        grammars = HeldStore(num_words, lambda: self.chooser.below(8) == 1)
         executor = self.forward.make_executor(
             layout,
             self.num_blocks,
             max_num_seqs=self.limits.max_num_seqs,
             worker=worker,
             proposer=self.forward.proposer(self.num_drafts, seed=self.chooser.below(256)),
+            grammars=grammars,
         )
-        grammars = HeldStore()
         core = build_core(
             card=card,
             executor=executor,
@@ -231,7 +234,7 @@ class World:
             shutdown=executor.shutdown,
             hit_tokens=self.hit_tokens,
             local_prefill_tokens=2 * self.block_size,
-            grammars=grammars.as_store(),
+            grammars=grammars,
         )
         if self.num_blocks < 16:
             core.scheduler.kv.max_committed_blocks = 1  # as for prompts of thousands of blocks
@@ -388,10 +391,13 @@ class World:
         return Grammar("regex", f"{number}") if number < NUM_GRAMMARS else None
 
     def compile(self, engine: Engine) -> None:
-        """A grammar that an engine's requests wait for is there."""
-        held = engine.grammars.held
-        if held:
-            engine.grammars.settle(held[self.chooser.below(len(held))], Sized())
+        """A grammar that an engine's requests wait for is there, or a mask."""
+        held, missing = engine.grammars.held, engine.grammars.missing
+        if missing:
+            engine.grammars.bring(self.chooser.below(len(missing)))
+            self.num_late += 1
+        elif held:
+            engine.grammars.settle(held[self.chooser.below(len(held))])
 
     def route(self) -> Route:
         """Two engines, any two; now and then one for both parts."""
@@ -468,7 +474,7 @@ class World:
             self.lose()
         elif choice == 59 and self.fabric.under_way:
             self.duplicate()
-        elif choice in (62, 63) and engine.grammars.held:
+        elif choice in (62, 63) and (engine.grammars.held or engine.grammars.missing):
             self.compile(engine)
         elif choice in (61, 66) and "store" in self.mode:
             self.make_hole()

@@ -4,6 +4,7 @@ import random
 from functools import cached_property
 from pathlib import Path
 
+from held_grammars import HeldStore
 from oracle import oracle
 
 from pdkv.config import EngineConfig
@@ -11,6 +12,7 @@ from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import make_layout
+from pdkv.engine.masks import GrammarMasks
 from pdkv.models.config import load_model_config
 from pdkv.wire.messages import KVLayout
 from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward
@@ -43,6 +45,7 @@ class RealModel(Forward):
         max_num_seqs: int,
         worker: WorkerConnector,
         proposer: Proposer | None = None,
+        grammars: HeldStore | None = None,
     ) -> InProcessExecutor:
         config = EngineConfig(
             model=self._model_dir,
@@ -55,7 +58,13 @@ class RealModel(Forward):
             threads=1,
             check_finite=True,
         )
-        executor = InProcessExecutor(self._config, config, max_num_batched_tokens=64 * self.scale, proposer=proposer)
+        executor = InProcessExecutor(
+            self._config,
+            config,
+            max_num_batched_tokens=64 * self.scale,
+            proposer=proposer,
+            masks=GrammarMasks(grammars, sorted(self.eos)),
+        )
         assert executor.num_blocks == num_blocks
         executor.attach(None, worker)
         return executor

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from held_grammars import HeldStore
 
 from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
 from pdkv.engine.block_pool import BlockPool
@@ -84,6 +85,7 @@ class StandInExecutor(Executor):
         *,
         max_num_seqs: int | None = None,
         proposer: Proposer | None = None,
+        grammars: HeldStore | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.pool = GuardedPool(np.full((num_blocks, layout.num_layers, layout.block_size), -7, dtype=np.int64))
@@ -92,6 +94,8 @@ class StandInExecutor(Executor):
         assert len(self._places) == NUM_LAYERS
         self.worker = worker
         self.proposer = proposer
+        self.grammars = grammars
+        self._held: set[RequestKey] = set()  # left out
         self._requests: dict[RequestKey, NewRequest] = {}
         self._drafts: dict[RequestKey, Sequence[int]] = {}
         self._tokens: dict[RequestKey, list[int]] = {}
@@ -103,17 +107,31 @@ class StandInExecutor(Executor):
         for key in plan.ended:
             del self._tokens[key], self._blocks[key], self._requests[key]
             self._drafts.pop(key, None)
+            self._held.discard(key)
+            if self.grammars is not None and key in self.grammars.answers:
+                self.grammars.end(key)
+        self._held.difference_update(plan.resumed)
         for new in plan.new:
             self._requests[new.key] = new
             self._tokens[new.key] = new.prompt_token_ids + new.output_token_ids
             self._blocks[new.key] = [list(table) for table in new.block_ids]
+            if new.grammar is not None and self.grammars is not None:
+                self.grammars.open(new.key, new.grammar, new.output_token_ids, ())
         assert self.max_num_seqs is None or len(self._tokens) <= self.max_num_seqs, "the batch has no slot left"
         for share in plan.scheduled:
             for table, added in zip(self._blocks[share.key], share.new_block_ids, strict=False):
                 table += added
+        late = [share.key for share in plan.scheduled if share.samples and self._is_late(share.key)]
+        self._held.update(late)
         sampled = self._forward(plan)
         transfers = self.worker.get_finished() if self.worker is not None else NO_TRANSFERS
-        return StepOutput(plan.step_id, sampled, {}, transfers)
+        return StepOutput(plan.step_id, sampled, {}, transfers, late=late)
+
+    def _is_late(self, key: RequestKey) -> bool:
+        if key in self._held:
+            return True
+        has_grammar = self._requests[key].grammar is not None and self.grammars is not None
+        return has_grammar and self.grammars.masks([key])[0] is None  # type: ignore[union-attr]
 
     def take_finished(self) -> Ended:
         return Ended(self.worker.get_finished()) if self.worker is not None else NOTHING_ENDED
@@ -143,7 +161,8 @@ class StandInExecutor(Executor):
                 worker.save_kv_layer(layer, self.pool, meta)  # type: ignore[union-attr, arg-type]
         if worker is not None:
             worker.wait_for_save()
-        sampled = {share.key: SampledTokens(self._draw(share), None) for share in plan.scheduled if share.samples}
+        drawing = [share for share in plan.scheduled if share.samples and share.key not in self._held]
+        sampled = {share.key: SampledTokens(self._draw(share), None) for share in drawing}
         if self.proposer is not None:
             known = [np.array(self._tokens[key]) for key in sampled]
             guesses = self.proposer.propose([self._requests[key] for key in sampled], known)
@@ -223,8 +242,10 @@ class StandIn(Forward):
         max_num_seqs: int,
         worker: WorkerConnector,
         proposer: Proposer | None = None,
+        grammars: HeldStore | None = None,
     ) -> StandInExecutor:
-        return StandInExecutor(num_blocks, layout, worker, max_num_seqs=max_num_seqs, proposer=proposer)
+        fields = {"max_num_seqs": max_num_seqs, "proposer": proposer, "grammars": grammars}
+        return StandInExecutor(num_blocks, layout, worker, **fields)  # type: ignore[arg-type]
 
     def watch(self, executor: Executor, blocks: BlockPool) -> None:
         assert isinstance(executor, StandInExecutor)
