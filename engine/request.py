@@ -249,18 +249,20 @@ class Request:
     def sources(self) -> SourceCounts:
         """Prompt tokens by where their KV came from, as things stand; they sum to the prompt's length.
 
-        What the request computed before a preemption and found again in the cache was computed, and is no hit.
+        What the request computed before a preemption and found again, here or outside, was computed, and is no hit.
         """
         prompt = len(self.prompt_token_ids)
         local = min(self.num_local_hit, prompt)
-        external = min(self.num_external, prompt - local)
-        own = prompt - local - external
-        found = _num_covered([(start, stop) for start, stop, _ in self.computed_before], local)
-        found_again = _num_covered([(start, stop) for start, stop, again in self.computed_before if again], local)
+        found = min(local + self.num_external, prompt)
+        own = prompt - found
+        ranges = [(start, stop) for start, stop, _ in self.computed_before]
+        own_local, own_found = _num_covered(ranges, local), _num_covered(ranges, found)
+        found_again = _num_covered([(start, stop) for start, stop, again in self.computed_before if again], found)
+        external = found - local - (own_found - own_local)
         return SourceCounts(
-            computed=found - found_again + (0 if self.preempted else own),
+            computed=own_found - found_again + (0 if self.preempted else own),
             recomputed=found_again + (own if self.preempted else 0),
-            local_hit=local - found,
+            local_hit=local - own_local,
             remote=external if self.source_is_peer else 0,
             store=0 if self.source_is_peer else external,
         )

@@ -58,3 +58,11 @@ def test_what_was_computed_twice_is_recomputed_when_it_is_found() -> None:
     request.restart()
     live(request, hit=96, confirmed=100)
     assert request.sources() == SourceCounts(computed=64, recomputed=36)
+
+
+def test_own_work_that_a_store_gives_back_is_no_hit() -> None:
+    request = make_request(80)
+    live(request, hit=0, external=64, confirmed=81)
+    request.restart()
+    live(request, hit=16, external=64, confirmed=81)
+    assert request.sources() == SourceCounts(computed=16, local_hit=16, store=48)
