@@ -1,9 +1,9 @@
 """A tenant with a key that means no good, in a process of its own, until its input ends; prints a JSON line of what it
 did and saw.
 
-python -m soak.hostile_tenant HOST PORT KEY
+python -m soak.hostile_tenant HOST PORT KEY [MEANS…]
 
-Each means of `MEANS` is used again and again, all of them beside each other.
+Each means named, or of `MEANS`, is used again and again, all of them beside each other.
 """
 
 import asyncio
@@ -201,9 +201,9 @@ MEANS: dict[str, float] = {
 """Each with the seconds before it is used again."""
 
 
-async def _main(host: str, port: int, key: str) -> None:
+async def _main(host: str, port: int, key: str, *names: str) -> None:
     tenant = Hostile(host, port, key)
-    tasks = [asyncio.create_task(tenant.repeat(getattr(tenant, name), pause_s)) for name, pause_s in MEANS.items()]
+    tasks = [asyncio.create_task(tenant.repeat(getattr(tenant, name), MEANS[name])) for name in names or MEANS]
     await asyncio.to_thread(sys.stdin.read)
     broken = [repr(task.exception()) for task in tasks if task.done() and not task.cancelled()]
     for task in tasks:
@@ -215,4 +215,4 @@ async def _main(host: str, port: int, key: str) -> None:
 
 if __name__ == "__main__":
     os.nice(10)  # real clients have machines of their own
-    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))
