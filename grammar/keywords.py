@@ -159,7 +159,7 @@ def _check(good: bool, keyword: str, at: str, expected: str, value: object) -> N
 
 def _is_exact(value: float) -> bool:
     """Whether the library reads the double that is meant: of the longest ones it misses the last bit."""
-    _, digits, exponent = Decimal(str(value)).as_tuple()
+    _, digits, exponent = Decimal(str(value)).as_tuple() if isinstance(value, float) else (0, (0,), 0)
     return int("".join(map(str, digits))) <= 2**53 and abs(int(exponent)) <= 22
 
 
