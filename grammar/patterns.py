@@ -19,6 +19,9 @@ _ESCAPE = (
 _TOKEN = re.compile(
     _ESCAPE + r"|\[\^?(?:\\.|[^\]\\])+\]|\{(?:[0-9]+,?|,)[0-9]*\}|\(\?(?:P?<[A-Za-z_]\w*>|:)?|.", re.DOTALL
 )
+_SHAPE = {"+": "{1,}", "{": "a", "(": "(?:", "(?": "(?:"}
+"""What `re` is told of signs that mean something else in its dialect alone."""
+_ODD = re.compile(r"\{,[0-9]*\}|[^(:|^]\^|\$[^$|)]")
 _IN_BRACKET = re.compile(_ESCAPE + "|.", re.DOTALL)
 _ODD_SPACES = r"\x{1C}-\x{1F}\x{85}\x{FEFF}"
 """Spaces to one of the dialects."""
@@ -78,30 +81,14 @@ def pattern_of(pattern: str, at: str, *, in_json: bool = False) -> str:
 
 
 def _check_order(tokens: list[str], at: str) -> None:
-    """Raises InvalidRequest for what stands where it may not, or where it means something in one dialect alone."""
-    num_open, before = 0, "("  # or ^ $ a character * its lazy sign ?
-    for token in tokens:
-        kind = "*" if token[0] in "*+?" or (token[0] == "{" and len(token) > 1) else token[0]
-        least, _, most = token[1:-1].partition(",") if token[0] == "{" else ("0", "", "")
-        if before == "$" and kind not in "$|)":
-            raise _refused("$", at, "is not at the end")
-        if kind == "^" and before not in "(^":
-            raise _refused("^", at, "is not at the beginning")
-        if token == "?" and before == "*":
-            before = "?"
-        elif kind != "*":
-            num_open += (kind == "(") - (kind == ")")
-            before = "(" if kind == "|" else kind if kind in "(^$" else "a"
-        elif before != "a":
-            raise _refused(token, at, "has nothing to repeat, or what is repeated already")
-        elif not least or max(len(least), len(most)) > 6 or int(least) > int(most or least):
-            raise _refused(token, at, "must be a number up to six digits, or such a range")
-        else:
-            before = "*"
-        if num_open < 0:
-            break
-    if num_open:
-        raise _refused("(" if num_open > 0 else ")", at, "has no counterpart")
+    """Raises InvalidRequest where signs may not stand: `re` says it of the same signs between other characters."""
+    shape = "".join(_SHAPE.get(t[:2]) or (t[0] if t[0] in ")|^$*?" else t if t[0] == "{" else "a") for t in tokens)
+    try:
+        re.compile(shape)
+    except (re.error, OverflowError, ValueError) as error:
+        raise InvalidRequest(f"{at} is no regular expression: {getattr(error, 'msg', error)}") from None
+    if odd := _ODD.search(shape):
+        raise _refused(odd[0], at, "cannot be enforced (no counts without the first, no ^ or $ but at the edges)")
 
 
 def whole(pattern: str) -> str:
