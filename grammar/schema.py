@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from decimal import Decimal
+from itertools import takewhile
 from typing import Any
 from urllib.parse import unquote
 
@@ -27,6 +28,9 @@ MAX_DEPTH = 64
 
 _LAYOUT = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 """One space at most behind commas and colons: a model that is in doubt writes spaces and line ends without end."""
+
+MAX_WAYS = 2000
+"""By which an answer may go on at one place: the library gives up at more of its items."""
 
 Schema = dict[str, Any]
 AnySchema = Mapping[str, Any] | bool
@@ -128,7 +132,13 @@ class _Normalizer:
                 made[keyword] = self._own(keyword, value, place, alone)
         if made.get("format") in FORMATS:
             beside.append({"pattern": whole(FORMATS[made.pop("format")])})
-        return {**made, "allOf": beside} if beside else made
+        made |= {"allOf": beside} if beside else {}
+        if _num_ways(made) > MAX_WAYS:
+            why = "an answer may go on in too many ways: branches that are objects or lists, or optional properties"
+            raise InvalidRequest(
+                f"the schema at {at or 'its root'} is too wide to be enforced (max. {MAX_WAYS}): {why}"
+            )
+        return made
 
     def _own(self, keyword: str, value: Any, at: str, alone: bool) -> Any:
         """The value of a keyword that does not combine schemas."""
@@ -279,6 +289,17 @@ _NOT_DISJOINT = (
 def _beyond(bound: float, end: float) -> float:
     """A bound that excludes as much: the library lets an integer pass beside a bound that lies less than 1 away."""
     return bound + math.copysign(max(4 * math.ulp(bound), 1e-15), end) if float(bound).is_integer() else bound
+
+
+def _num_ways(schema: Any) -> int:
+    """As many items of the library's as stand at the beginning of an answer, or fewer."""
+    if not isinstance(schema, dict):
+        return 0
+    required = set(schema.get("required", ()))
+    num_optional = len(list(takewhile(lambda name: name not in required, schema.get("properties", ()))))
+    inner = [sum(map(_num_ways, schema.get("anyOf", ()))), *map(_num_ways, schema.get("allOf", ()))]
+    is_any = "$ref" in schema or any(name in schema.get("type", ()) for name in ("object", "array"))
+    return max(int(is_any), (3 if required else 4) * num_optional - 1, *inner)
 
 
 def _parts(schema: Schema, keyword: str) -> list[AnySchema]:

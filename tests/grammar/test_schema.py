@@ -146,6 +146,20 @@ def test_at_most_one_space_stands_behind_a_comma_or_a_colon(schema: Any, grammar
         assert not grammars.accepts(grammar, text), text
 
 
+def test_what_is_too_wide_for_the_library_is_refused_with_its_place(grammars: ByteGrammars) -> None:
+    def wide(count: int) -> Any:
+        return {"items": {"type": "object", "properties": {str(i): {} for i in range(count)}}}
+
+    def branches(count: int) -> Any:
+        return {"items": {"anyOf": [{"properties": {str(i): {}}, "required": [str(i)]} for i in range(count)]}}
+
+    for make, most in ((wide, 500), (branches, 2000)):
+        assert grammars.accepts(make_grammar(StructuredOutputs(json=make(most - 10))), '[{"7":1}]')
+        with pytest.raises(InvalidRequest, match=r"^the schema at /items is too wide to be enforced \(max\. 2000\)"):
+            normalize(make(most + 1))
+    assert grammars.accepts(make_grammar(StructuredOutputs(json={"anyOf": [{"const": i} for i in range(2100)]})), "7")
+
+
 def test_hostile_schemas_are_refused_in_a_bounded_time(grammars: ByteGrammars) -> None:
     deep: dict[str, Any] = {}
     for _ in range(500):
