@@ -22,15 +22,9 @@ OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
 OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems")
 OF_OBJECTS = (
-    "properties",
-    "required",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "patternProperties",
-    "propertyNames",
-    "minProperties",
-    "maxProperties",
-)
+    "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames",
+    "minProperties", "maxProperties",
+)  # fmt: skip
 ENFORCED = frozenset((*COMBINING, *OF_VALUES, "type", *OF_STRINGS, *OF_NUMBERS, *OF_ARRAYS, *OF_OBJECTS))
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
@@ -40,13 +34,7 @@ FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-
 
 TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
 
-KEYWORDS_OF = {
-    "string": OF_STRINGS,
-    "number": OF_NUMBERS,
-    "integer": OF_NUMBERS,
-    "array": OF_ARRAYS,
-    "object": OF_OBJECTS,
-}
+KEYWORDS_OF = {"object": OF_OBJECTS, "array": OF_ARRAYS, "number": OF_NUMBERS, "string": OF_STRINGS}
 
 WHY_NOT = {
     "not": "a grammar says what may come, not what may not",

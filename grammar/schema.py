@@ -7,7 +7,6 @@ what a client means without saying so: an object or a list has what its schema n
 import json
 import math
 from collections.abc import Mapping
-from decimal import Decimal
 from itertools import takewhile
 from typing import Any
 from urllib.parse import unquote
@@ -15,7 +14,7 @@ from urllib.parse import unquote
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.disjoint import are_disjoint
 from pdkv.grammar.endless import check_ends
-from pdkv.grammar.keywords import COMBINING, KEYWORDS_OF, OF_VALUES, TYPES, check_keywords, pointer, refuse
+from pdkv.grammar.keywords import COMBINING, KEYWORDS_OF, OF_VALUES, check_keywords, pointer, refuse
 from pdkv.grammar.patterns import FORMATS, pattern_of, whole
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
@@ -63,10 +62,8 @@ class _Normalizer:
         self._names: dict[tuple[str, bool], str] = {}  # of what a reference means, alone or not
         self._pending: list[tuple[str, AnySchema, str, bool]] = []
         self._count = self._depth = 0
-        self._decimals, self._multiple = (
-            0,
-            1,
-        )  # of all `multipleOf`: their digits, and a multiple of all in units of the last
+        self._decimals = 0  # of any `multipleOf`
+        self._multiple = 1  # of all of them, in units of the last decimal
         self._has_open_names = False  # beside names that have schemas of their own
 
     def run(self) -> Any:
@@ -109,14 +106,11 @@ class _Normalizer:
         beside = self._close(schema, at, alone and not passes_on)
         _check_counts(schema, at)
         if alone and "type" not in schema and not any(name in schema for name in OF_VALUES):
-            types = [
-                name for name in TYPES if name != "integer" and any(k in schema for k in KEYWORDS_OF.get(name, ()))
-            ]
+            types = [name for name, keywords in KEYWORDS_OF.items() if not schema.keys().isdisjoint(keywords)]
             if types and (not combining or types == ["object"]):
                 schema["type"] = types
-        if schema.get("additionalProperties") is not False and (
-            "properties" in schema or "patternProperties" in schema
-        ):
+        is_open = schema.get("additionalProperties") is not False
+        if is_open and not schema.keys().isdisjoint(("properties", "patternProperties")):
             self._has_open_names = True  # by an escape one would pass for another
         made: Schema = {}
         for keyword, value in schema.items():
@@ -132,12 +126,13 @@ class _Normalizer:
                 made[keyword] = self._own(keyword, value, place, alone)
         if made.get("format") in FORMATS:
             beside.append({"pattern": whole(FORMATS[made.pop("format")])})
-        made |= {"allOf": beside} if beside else {}
+        if beside:
+            made["allOf"] = beside
         if _num_ways(made) > MAX_WAYS:
-            why = "an answer may go on in too many ways: branches that are objects or lists, or optional properties"
-            raise InvalidRequest(
-                f"the schema at {at or 'its root'} is too wide to be enforced (max. {MAX_WAYS}): {why}"
+            where = (
+                f"the schema at {at or 'its root'} has too many branches that are no scalars, or optional properties"
             )
+            raise InvalidRequest(f"{where}: an answer may go on in {MAX_WAYS} ways at most")
         return made
 
     def _own(self, keyword: str, value: Any, at: str, alone: bool) -> Any:
@@ -169,14 +164,16 @@ class _Normalizer:
 
     def _check_multiple(self, value: float, at: str) -> None:
         """Where several hold together, the library multiplies them in 32 bits, with the decimals of the longest."""
-        step = Decimal(str(value))
-        more = max(0, -int(step.normalize().as_tuple().exponent) - self._decimals)
-        self._decimals += more
-        self._multiple *= 10**more
-        steps = int(step.scaleb(self._decimals))
-        if self._multiple * steps >= 1 << 32:
+        decimals = 0
+        while value % 1:  # as the library counts them: many in 0.07
+            value *= 10
+            decimals += 1
+        self._multiple *= 10 ** max(0, decimals - self._decimals)
+        value *= 10 ** max(0, self._decimals - decimals)
+        self._decimals = max(decimals, self._decimals)
+        if self._multiple * value >= 1 << 32:
             raise InvalidRequest(f"the keyword 'multipleOf' at {at} has too many digits, with those before together")
-        self._multiple = math.lcm(self._multiple, steps)
+        self._multiple = math.lcm(self._multiple, int(value))
 
     def _schemas(self, schemas: list[AnySchema], at: str, *, alone: bool) -> list[Any]:
         return [self._schema(part, pointer(at, i), alone=alone) for i, part in enumerate(schemas)]
