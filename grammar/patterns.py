@@ -19,8 +19,6 @@ _ESCAPE = (
 _TOKEN = re.compile(
     _ESCAPE + r"|\[\^?(?:\\.|[^\]\\])+\]|\{(?:[0-9]+,?|,)[0-9]*\}|\(\?(?:P?<[A-Za-z_]\w*>|:)?|.", re.DOTALL
 )
-_SHAPE = {"+": "{1,}", "{": "a", "(": "(?:", "(?": "(?:"}
-"""What `re` is told of signs that mean something else in its dialect alone."""
 _ODD = re.compile(r"\{,[0-9]*\}|[^(:|^]\^|\$[^$|)]")
 _IN_BRACKET = re.compile(_ESCAPE + "|.", re.DOTALL)
 _ODD_SPACES = r"\x{1C}-\x{1F}\x{85}\x{FEFF}"
@@ -72,17 +70,20 @@ def pattern_of(pattern: str, at: str, *, in_json: bool = False) -> str:
         pattern.encode()
     except UnicodeEncodeError:
         raise InvalidRequest(f"{at} has half of a surrogate pair") from None
-    tokens = [found[0] for found in _TOKEN.finditer(pattern)]
-    _check_order(tokens, at)
-    made = [_token(token, at) for token in tokens]
+    made = [_token(found[0], at) for found in _TOKEN.finditer(pattern)]
+    _check_order(made, at)
     if in_json and "\\x{0}" in made:
         raise _refused("U+0000", at)
     return "".join(f"[{part}--\\x{{0}}]" if in_json and part[0] == "[" else part for part in made)
 
 
-def _check_order(tokens: list[str], at: str) -> None:
-    """Raises InvalidRequest where signs may not stand: `re` says it of the same signs between other characters."""
-    shape = "".join(_SHAPE.get(t[:2]) or (t[0] if t[0] in ")|^$*?" else t if t[0] == "{" else "a") for t in tokens)
+def _check_order(parts: list[str], at: str) -> None:
+    """Raises InvalidRequest where signs may not stand: `re` says it of the same signs between other characters.
+
+    In its dialect alone a `+` behind another sign has a meaning, which a count has not.
+    """
+    chars = ("a" if part[0] in "\\[" or part.isalnum() else part for part in parts)
+    shape = "".join(chars).replace("+", "{1,}")
     try:
         re.compile(shape)
     except (re.error, OverflowError, ValueError) as error:
@@ -97,22 +98,17 @@ def whole(pattern: str) -> str:
 
 
 def _token(token: str, at: str) -> str:
-    match token[0]:
-        case "\\":
-            return _escape(token, at, _CLASSES)
-        case ".":
-            return r"[^\n\r\x{2028}\x{2029}]"
-        case "(" if token == "(?":
-            raise _refused(token, at)
-        case "(":
-            return "(?:"
-        case "[":
-            return _bracket(token, at)
-        case "{" if len(token) > 1:
-            return token
-        case ")" | "|" | "*" | "+" | "?" | "^" | "$":
-            return token
-    return _char(ord(token))
+    if token[0] == "\\":
+        return _escape(token, at, _CLASSES)
+    if token[0] == "[":
+        return _bracket(token, at)
+    if token == "(?":
+        raise _refused(token, at)
+    if token[0] == "(":
+        return "(?:"
+    if token == ".":
+        return r"[^\n\r\x{2028}\x{2029}]"
+    return token if token[1:] or token in ")|*+?^$" else _char(ord(token))
 
 
 def _refused(what: str, at: str, why: str = "") -> InvalidRequest:
