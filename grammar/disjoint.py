@@ -61,12 +61,8 @@ def _types(schema: Schema, values: Sequence[Any] | None) -> set[str]:
 
 def type_of(value: object) -> str:
     """The type of a JSON value."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    names: tuple[tuple[type, str], ...] = ((int, "number"), (float, "number"), (str, "string"), (list, "array"))
-    return next((name for kind, name in names if isinstance(value, kind)), "object")
+    names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return names.get(type(value), "object")
 
 
 def identity(value: Any) -> Hashable:

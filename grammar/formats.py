@@ -6,8 +6,9 @@ text up to a marker ends where the marker ends first. So a free text is the last
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pdkv.errors import InvalidRequest
@@ -25,7 +26,7 @@ class Format(NamedTuple):
     """A part of an answer."""
 
     expression: str
-    rules: dict[str, str] = {}  # that it refers to: name, perhaps with an attribute, and body
+    rules: Mapping[str, str] = MappingProxyType({})  # that it refers to: name, perhaps with an attribute, and body
 
 
 class Tag(NamedTuple):
@@ -137,9 +138,7 @@ def triggered(
     """
     ways = []
     for trigger in dict.fromkeys(tag.begin for tag in tags) if triggers is None else triggers:
-        goes_on = [
-            sequence(tag.begin.removeprefix(trigger), tag.rest) for tag in tags if tag.begin.startswith(trigger)
-        ]
+        goes_on = [sequence(tag.begin.removeprefix(trigger), tag.rest) for tag in tags if tag.begin.startswith(trigger)]
         ways.append(sequence(until(trigger), either(goes_on)))
     if not several:
         return either([*ways, *([] if required else [ANY_TEXT])])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from pdkv.errors import InvalidRequest
@@ -21,15 +22,9 @@ OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
 OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems")
 OF_OBJECTS = (
-    "properties",
-    "required",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "patternProperties",
-    "propertyNames",
-    "minProperties",
-    "maxProperties",
-)
+    "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames",
+    "minProperties", "maxProperties",
+)  # fmt: skip
 ENFORCED = frozenset((*COMBINING, *OF_VALUES, "type", *OF_STRINGS, *OF_NUMBERS, *OF_ARRAYS, *OF_OBJECTS))
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
@@ -39,13 +34,7 @@ FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-
 
 TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
 
-KEYWORDS_OF = {
-    "string": OF_STRINGS,
-    "number": OF_NUMBERS,
-    "integer": OF_NUMBERS,
-    "array": OF_ARRAYS,
-    "object": OF_OBJECTS,
-}
+KEYWORDS_OF = {"object": OF_OBJECTS, "array": OF_ARRAYS, "number": OF_NUMBERS, "string": OF_STRINGS}
 
 WHY_NOT = {
     "not": "a grammar says what may come, not what may not",
@@ -109,13 +98,19 @@ def _check_value(keyword: str, value: object, at: str) -> None:
         if not _is_integer(value) or not 0 <= value <= _MAX_COUNT:  # type: ignore[operator]
             raise refuse(keyword, at, f"must be an integer from 0 to {_MAX_COUNT}, got {clip(repr(value))}")
     elif keyword in OF_NUMBERS:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
-            raise refuse(keyword, at, f"must be a number below 1e15, got {clip(repr(value))}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not abs(value) < 1e15
+            or not _is_exact(value)
+        ):
+            raise refuse(keyword, at, f"must be a number below 1e15, of up to 15 digits, got {clip(repr(value))}")
+        _check(keyword != "multipleOf" or value > 0, keyword, at, "more than 0", value)
     elif keyword in _TEXTS:
         _check(isinstance(value, str), keyword, at, "a string", value)
         if keyword == "format" and value not in FORMATS | FREE_FORMATS:
             known = ", ".join(sorted(FORMATS))
-            raise refuse(keyword, at, f"is {clip(value)!r}, which cannot be enforced; what can: {known}")
+            raise refuse(keyword, at, f"is {clip(str(value))!r}, which cannot be enforced; what can: {known}")
     elif keyword in _SCHEMAS:
         _check(isinstance(value, dict | bool), keyword, at, "a schema", value)
     elif keyword in _SCHEMA_MAPS:
@@ -150,6 +145,12 @@ def _check(good: bool, keyword: str, at: str, expected: str, value: object) -> N
         raise refuse(keyword, at, f"must be {expected}, got {clip(repr(value))}")
 
 
+def _is_exact(value: float) -> bool:
+    """Whether the library reads the double that is meant: of the longest ones it misses the last bit."""
+    _, digits, exponent = Decimal(str(value)).as_tuple() if isinstance(value, float) else (0, (0,), 0)
+    return int("".join(map(str, digits))) <= 2**53 and abs(int(exponent)) <= 22
+
+
 def _check_values(value: object, keyword: str, at: str) -> None:
     """The library keeps numbers as doubles; control characters are not written in its strings but by short escapes."""
     if isinstance(value, dict):
@@ -157,7 +158,7 @@ def _check_values(value: object, keyword: str, at: str) -> None:
     if isinstance(value, list):
         for item in value:
             _check_values(item, keyword, at)
-    elif isinstance(value, int | float) and not abs(value) <= 2**53:
-        raise refuse(keyword, at, f"has a number beyond 2**53: {clip(str(value))}")
+    elif isinstance(value, int | float) and not (abs(value) <= 2**53 and _is_exact(value)):
+        raise refuse(keyword, at, f"has a number beyond 2**53, or of more than 15 digits: {clip(str(value))}")
     elif isinstance(value, str) and _CONTROLS.search(value):
         raise refuse(keyword, at, f"has a control character that cannot be enforced: {clip(repr(value))}")

@@ -14,11 +14,12 @@ MAX_PATTERN_CHARS = 16_384
 
 _ESCAPE = (
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a character beyond U+FFFF
-    r"|\\(?:u\{[0-9a-fA-F]{1,8}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.|$)"
+    r"|\\(?:u\{[0-9a-fA-F]{1,8}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|0[0-9]|.|$)"
 )
 _TOKEN = re.compile(
-    _ESCAPE + r"|\[\^?(?:\\.|[^\]\\])+\]|\{[0-9]+(?:,[0-9]*)?\}|\(\?(?:P?<[A-Za-z_]\w*>|:)?|.", re.DOTALL
+    _ESCAPE + r"|\[\^?(?:\\.|[^\]\\])+\]|\{(?:[0-9]+,?|,)[0-9]*\}|\(\?(?:P?<[A-Za-z_]\w*>|:)?|.", re.DOTALL
 )
+_ODD = re.compile(r"\{,[0-9]*\}|[^(:|^]\^|\$[^$|)]")
 _IN_BRACKET = re.compile(_ESCAPE + "|.", re.DOTALL)
 _ODD_SPACES = r"\x{1C}-\x{1F}\x{85}\x{FEFF}"
 """Spaces to one of the dialects."""
@@ -52,11 +53,16 @@ FORMATS = _FORMATS | {"date-time": f"{_FORMATS['date']}T{_FORMATS['time']}"}
 """Formats of which the library's own patterns let wrong values pass: 30 February, a leap second at any time."""
 
 
-def pattern_of(pattern: str, at: str) -> str:
+def pattern_of(pattern: str, at: str, *, in_json: bool = False) -> str:
     """The library's pattern for a client's; line ends and slashes are escaped in it.
 
+    Args:
+        at: where it stands, for errors.
+        in_json: whether it is one of strings in JSON. U+0000 is in none: where a class has all control characters, the
+            library lets it stand for quotes and backslashes, too.
+
     Raises:
-        InvalidRequest: it cannot be enforced; `at` says where it stands.
+        InvalidRequest: it cannot be enforced.
     """
     if len(pattern) > MAX_PATTERN_CHARS:
         raise InvalidRequest(f"{at} must have at most {MAX_PATTERN_CHARS} characters, got {len(pattern)}")
@@ -64,7 +70,26 @@ def pattern_of(pattern: str, at: str) -> str:
         pattern.encode()
     except UnicodeEncodeError:
         raise InvalidRequest(f"{at} has half of a surrogate pair") from None
-    return "".join(_token(found[0], at) for found in _TOKEN.finditer(pattern))
+    made = [_token(found[0], at) for found in _TOKEN.finditer(pattern)]
+    _check_order(made, at)
+    if in_json and "\\x{0}" in made:
+        raise _refused("U+0000", at)
+    return "".join(f"[{part}--\\x{{0}}]" if in_json and part[0] == "[" else part for part in made)
+
+
+def _check_order(parts: list[str], at: str) -> None:
+    """Raises InvalidRequest where signs may not stand: `re` says it of the same signs between other characters.
+
+    In its dialect alone a `+` behind another sign has a meaning, which a count has not.
+    """
+    chars = ("a" if part[0] in "\\[" or part.isalnum() else part for part in parts)
+    shape = "".join(chars).replace("+", "{1,}")
+    try:
+        re.compile(shape)
+    except (re.error, OverflowError, ValueError) as error:
+        raise InvalidRequest(f"{at} is no regular expression: {getattr(error, 'msg', error)}") from None
+    if odd := _ODD.search(shape):
+        raise _refused(odd[0], at, "cannot be enforced (no counts without the first, no ^ or $ but at the edges)")
 
 
 def whole(pattern: str) -> str:
@@ -73,28 +98,22 @@ def whole(pattern: str) -> str:
 
 
 def _token(token: str, at: str) -> str:
-    match token[0]:
-        case "\\":
-            return _escape(token, at, _CLASSES)
-        case ".":
-            return r"[^\n\r\x{2028}\x{2029}]"
-        case "(" if token == "(?":
-            raise _refused(token, at)
-        case "(":
-            return "(?:"
-        case "[":
-            return _bracket(token, at)
-        case "{" if len(token) > 1:
-            return token
-        case ")" | "|" | "*" | "+" | "?" | "^" | "$":
-            return token
-    return _char(ord(token))
+    if token[0] == "\\":
+        return _escape(token, at, _CLASSES)
+    if token[0] == "[":
+        return _bracket(token, at)
+    if token == "(?":
+        raise _refused(token, at)
+    if token[0] == "(":
+        return "(?:"
+    if token == ".":
+        return r"[^\n\r\x{2028}\x{2029}]"
+    return token if token[1:] or token in ")|*+?^$" else _char(ord(token))
 
 
-def _refused(what: str, at: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{at}: {clip(what)!r} cannot be enforced (no look-around, word boundaries, back-references, flags, empty brackets)"
-    )
+def _refused(what: str, at: str, why: str = "") -> InvalidRequest:
+    why = why or "cannot be enforced (no look-around, word boundaries, back-references, flags, empty brackets)"
+    return InvalidRequest(f"{at}: {clip(what)!r} {why}")
 
 
 def _char(code: int) -> str:
@@ -107,7 +126,7 @@ def _escape(token: str, at: str, classes: dict[str, str]) -> str:
     name, rest = token[1:2], token[2:]
     if name in classes:
         return classes[name]
-    if name in _CONTROLS:
+    if name in _CONTROLS and not rest:
         return _char(_CONTROLS[name])
     if name in ("u", "x") and rest:
         if "\\" in rest:
@@ -121,18 +140,25 @@ def _escape(token: str, at: str, classes: dict[str, str]) -> str:
 
 
 def _bracket(token: str, at: str) -> str:
-    """A class of characters; a hyphen that is not between two characters stands for itself."""
-    if token == "[":
-        raise _refused("a bracket that is empty, or not closed", at)
-    negated = token[1] == "^"
+    """A class of characters; a hyphen at its edge, or behind a range, stands for itself."""
+    negated = token[1:2] == "^"
     classes = _CLASSES_NOT if negated else _CLASSES
     items = [found[0] for found in _IN_BRACKET.finditer(token[2 if negated else 1 : -1])]
-    made, is_end = [], True  # whether the item before cannot begin a range
-    for i, item in enumerate(items):
-        if item == "-" and not is_end and i + 1 < len(items) and items[i + 1][1:2] not in classes:
-            made.append("-")
-            is_end = True
-            continue
-        made.append(_escape(item, at, classes) if item[0] == "\\" else _char(ord(item)))
-        is_end = item[1:2] in classes or made[-2:-1] == ["-"]
-    return f"[{'^' if negated else ''}{''.join(made)}]"
+    if not items:
+        raise _refused("a bracket that is empty, or not closed", at)
+    made = ""
+    while items:
+        ends = [items.pop(0)]
+        if len(items) > 1 and items[0] == "-":
+            ends.append(items[1])
+            del items[:2]
+        chars = [_escape(item, at, classes) if item[0] == "\\" else _char(ord(item)) for item in ends]
+        if len(ends) > 1 and (any(item[1:2] in classes for item in ends) or _code(chars[0]) > _code(chars[1])):
+            raise _refused("-".join(ends), at, "is no range of characters")
+        made += "-".join(chars)
+    return f"[{'^' if negated else ''}{made}]"
+
+
+def _code(char: str) -> int:
+    """Of what `_char` made."""
+    return ord(char) if len(char) == 1 else int(char[3:-1], 16)

@@ -5,14 +5,16 @@ what a client means without saying so: an object or a list has what its schema n
 """
 
 import json
+import math
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 from urllib.parse import unquote
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.disjoint import are_disjoint
 from pdkv.grammar.endless import check_ends
-from pdkv.grammar.keywords import COMBINING, KEYWORDS_OF, OF_VALUES, TYPES, check_keywords, pointer, refuse
+from pdkv.grammar.keywords import COMBINING, KEYWORDS_OF, OF_VALUES, check_keywords, pointer, refuse
 from pdkv.grammar.patterns import FORMATS, pattern_of, whole
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
@@ -23,8 +25,11 @@ MAX_SCHEMAS = 20_000
 MAX_DEPTH = 64
 """Of schemas in each other."""
 
-_WHITESPACE = r"[\x20\x09]|\r?\n[\x20\x09]{0,64}"
-"""Between the tokens of JSON: one, or a new line and what indents it. A model that is in doubt writes it without end."""
+_LAYOUT = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+"""One space at most behind commas and colons: a model that is in doubt writes spaces and line ends without end."""
+
+MAX_WAYS = 2000
+"""By which an answer may go on at one place: the library gives up at more of its items."""
 
 Schema = dict[str, Any]
 AnySchema = Mapping[str, Any] | bool
@@ -57,6 +62,8 @@ class _Normalizer:
         self._names: dict[tuple[str, bool], str] = {}  # of what a reference means, alone or not
         self._pending: list[tuple[str, AnySchema, str, bool]] = []
         self._count = self._depth = 0
+        self._decimals = 0  # of any `multipleOf`
+        self._multiple = 1  # of all of them, in units of the last decimal
         self._has_open_names = False  # beside names that have schemas of their own
 
     def run(self) -> Any:
@@ -68,7 +75,7 @@ class _Normalizer:
         escapes = 'nrbtf\\"' + "u" * (not self._has_open_names)
         options = {"json_allowed_escapes": escapes, "json_allow_general_unicode_escapes": not self._has_open_names}
         return {
-            "x-guidance": {"whitespace_pattern": _WHITESPACE, **options},
+            "x-guidance": {**_LAYOUT, **options},
             **({} if made is True else made),
             **({"$defs": self._definitions} if self._definitions else {}),
         }
@@ -99,10 +106,11 @@ class _Normalizer:
         beside = self._close(schema, at, alone and not passes_on)
         _check_counts(schema, at)
         if alone and "type" not in schema and not any(name in schema for name in OF_VALUES):
-            types = [name for name in TYPES if name != "integer" and any(k in schema for k in KEYWORDS_OF.get(name, ()))]
+            types = [name for name, keywords in KEYWORDS_OF.items() if not schema.keys().isdisjoint(keywords)]
             if types and (not combining or types == ["object"]):
                 schema["type"] = types
-        if schema.get("additionalProperties") is not False and ("properties" in schema or "patternProperties" in schema):
+        is_open = schema.get("additionalProperties") is not False
+        if is_open and not schema.keys().isdisjoint(("properties", "patternProperties")):
             self._has_open_names = True  # by an escape one would pass for another
         made: Schema = {}
         for keyword, value in schema.items():
@@ -118,7 +126,14 @@ class _Normalizer:
                 made[keyword] = self._own(keyword, value, place, alone)
         if made.get("format") in FORMATS:
             beside.append({"pattern": whole(FORMATS[made.pop("format")])})
-        return {**made, "allOf": beside} if beside else made
+        if beside:
+            made["allOf"] = beside
+        if _num_ways(made) > MAX_WAYS:
+            where = (
+                f"the schema at {at or 'its root'} has too many branches that are no scalars, or optional properties"
+            )
+            raise InvalidRequest(f"{where}: an answer may go on in {MAX_WAYS} ways at most")
+        return made
 
     def _own(self, keyword: str, value: Any, at: str, alone: bool) -> Any:
         """The value of a keyword that does not combine schemas."""
@@ -132,12 +147,33 @@ class _Normalizer:
             case "patternProperties":
                 places = {name: pointer(at, name) for name in value}
                 return {
-                    pattern_of(name, f"the pattern at {place}"): self._schema(value[name], place, alone=alone)
+                    pattern_of(name, f"the pattern at {place}", in_json=True): self._schema(
+                        value[name], place, alone=alone
+                    )
                     for name, place in places.items()
                 }
             case "pattern":
-                return whole(pattern_of(value, f"the keyword 'pattern' at {at}"))
+                return whole(pattern_of(value, f"the keyword 'pattern' at {at}", in_json=True))
+            case "multipleOf":
+                self._check_multiple(value, at)
+            case "exclusiveMinimum":
+                return _beyond(value, math.inf)
+            case "exclusiveMaximum":
+                return _beyond(value, -math.inf)
         return value
+
+    def _check_multiple(self, value: float, at: str) -> None:
+        """Where several hold together, the library multiplies them in 32 bits, with the decimals of the longest."""
+        decimals = 0
+        while value % 1:  # as the library counts them: many in 0.07
+            value *= 10
+            decimals += 1
+        self._multiple *= 10 ** max(0, decimals - self._decimals)
+        value *= 10 ** max(0, self._decimals - decimals)
+        self._decimals = max(decimals, self._decimals)
+        if self._multiple * value >= 1 << 32:
+            raise InvalidRequest(f"the keyword 'multipleOf' at {at} has too many digits, with those before together")
+        self._multiple = math.lcm(self._multiple, int(value))
 
     def _schemas(self, schemas: list[AnySchema], at: str, *, alone: bool) -> list[Any]:
         return [self._schema(part, pointer(at, i), alone=alone) for i, part in enumerate(schemas)]
@@ -160,7 +196,9 @@ class _Normalizer:
                 continue
             listed: Any = dict.fromkeys(names, True) if named == "properties" else [True] * len(names)
             if schema.keys().isdisjoint(COMBINING):
-                schema.update({named: listed | schema.get(named, {}), others: rest} if named == "properties" else {others: rest})
+                schema.update(
+                    {named: listed | schema.get(named, {}), others: rest} if named == "properties" else {others: rest}
+                )
             else:
                 beside.append({named: listed, others: self._schema(rest, pointer(at, keyword), alone=False)})
         return beside
@@ -181,12 +219,16 @@ class _Normalizer:
             names |= dict.fromkeys(schema.get("required", ()) if names or depth else ())
         by_pattern = named == "properties" and ("patternProperties" in schema or "propertyNames" in schema)
         parts = [part for name in COMBINING if name in schema for part in _parts(schema, name)]
-        if is_asked and ((by_pattern and (parts or depth)) or (parts and not schema.keys().isdisjoint(("anyOf", "oneOf")))):
+        if is_asked and (
+            (by_pattern and (parts or depth)) or (parts and not schema.keys().isdisjoint(("anyOf", "oneOf")))
+        ):
             raise refuse(keyword, at, "cannot be enforced: what is evaluated depends on the value")
         if by_pattern and (parts or depth):
             return None
         for part in parts:
-            within = self._named(self._resolved(part, at), keyword, others, named, at, is_asked=is_asked, depth=depth + 1)
+            within = self._named(
+                self._resolved(part, at), keyword, others, named, at, is_asked=is_asked, depth=depth + 1
+            )
             if within is None:
                 return None
             names |= within
@@ -236,9 +278,25 @@ _CLOSING = (
 )
 
 _NOT_DISJOINT = (
-    "cannot be enforced: an answer may fulfil two of its branches, as far as can be seen from their types, values, or a "
-    "required property with a value of its own in each; use anyOf"
+    "cannot be enforced: an answer may fulfil two of its branches, as far as can be seen from their types, values, or "
+    "a required property with values of its own in each; use anyOf"
 )
+
+
+def _beyond(bound: float, end: float) -> float:
+    """A bound that excludes as much: the library lets an integer pass beside a bound that lies less than 1 away."""
+    return bound + math.copysign(max(4 * math.ulp(bound), 1e-15), end) if float(bound).is_integer() else bound
+
+
+def _num_ways(schema: Any) -> int:
+    """As many items of the library's as stand at the beginning of an answer, or fewer."""
+    if not isinstance(schema, dict):
+        return 0
+    required = set(schema.get("required", ()))
+    num_optional = len(list(takewhile(lambda name: name not in required, schema.get("properties", ()))))
+    inner = [sum(map(_num_ways, schema.get("anyOf", ()))), *map(_num_ways, schema.get("allOf", ()))]
+    is_any = "$ref" in schema or any(name in schema.get("type", ()) for name in ("object", "array"))
+    return max(int(is_any), (3 if required else 4) * num_optional - 1, *inner)
 
 
 def _parts(schema: Schema, keyword: str) -> list[AnySchema]:
@@ -269,9 +327,11 @@ def _name_by_pattern(schema: Schema, at: str) -> None:
     listed = [own["const"]] if "const" in own else own.get("enum", ())
     if kind == "string" and len(given) == 1 and listed:
         schema["properties"] = {name: others for name in listed if isinstance(name, str)}
-    elif kind == "string" and given and (given <= {"minLength", "maxLength"} or len(given) == 1 and "pattern" in given):
+    elif kind == "string" and given and (given <= {"minLength", "maxLength"} or given == {"pattern"}):
         counts = f"{own.get('minLength', 0)},{own.get('maxLength', '')}"
-        schema["patternProperties"] = {f"^(?:{own['pattern']})$" if "pattern" in own else rf"^[\s\S]{{{counts}}}$": others}
+        schema["patternProperties"] = {
+            f"^(?:{own['pattern']})$" if "pattern" in own else rf"^[\s\S]{{{counts}}}$": others
+        }
     else:
         raise refuse("propertyNames", at, "can be enforced where it has a pattern, an enum, or a length")
     schema["additionalProperties"] = False

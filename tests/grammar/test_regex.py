@@ -47,7 +47,8 @@ def test_random_patterns_let_no_other_text_pass(in_json: bool, grammars: ByteGra
         pattern = drawn(rng, 3)
         asked = StructuredOutputs(json={"type": "string", "pattern": f"^{pattern}$"}) if in_json else None
         with contextlib.suppress(InvalidRequest):  # characters that JSON escapes
-            compiled = grammars.compile(make_grammar(asked or StructuredOutputs(regex=pattern)))
+            compiled = make_grammar(asked or StructuredOutputs(regex=pattern))
+            grammars.check(compiled)
             texts = {"".join(rng.choices(CHARACTERS, k=rng.randint(0, 5))) for _ in range(10)}
             accepted = {text for text in texts if grammars.accepts(compiled, _written(text, in_json))}
             drawn_texts = (grammars.walk(compiled, walks, 40) for _ in range(3))
@@ -69,39 +70,51 @@ def _read(text: str, in_json: bool) -> str:
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("a**", "is repeated"), ("(?=a)", "of groups only"), ("(a", "do not match"), ("a)", "do not match"),
-        ("[a", "is not closed"), ("[]a]", "is empty"), ("[b-a]", "does not go"), ("[a-\\d]", "does not go"),
-        ("*a", "nothing to repeat"), ("a{,2}", "at least"), ("a{3,2}", "more at least"), ("a{10001}", "than 10000"),
-        ("(a{100}){100}", "at most 1024"), ("\\x4", "hexadecimal"), ("\\", "ends in an escape"), ("\\1", "back-ref"),
-        ("\\ud83d", "surrogate"), ("(" * 65 + ")" * 65, "64 deep"), ("((a?b?){9}){0,3}" * 50, "at most 1024"),
-        ("(" + "a?" * 17 + "|b)", "none has to be there"), ("x" * 16_385, "at most 16384"),
+        ("a**", "multiple repeat"), ("a*+", "multiple repeat"), ("a{2}{3}", "multiple repeat"),
+        ("*a", "nothing to repeat"), ("(|+)", "nothing to repeat"), ("^*", "nothing to repeat"), ("a{,2}", "'{,2}'"),
+        ("a{3,2}", "min repeat greater"), ("a{9999999999}", "too large"), ("(a", "missing )"), (")a(", "unbalanced"),
+        ("[a", "not closed"), ("[]a]", "is empty"), ("[^]", "is empty"), ("[b-a]", "'b-a' is no range"),
+        (r"[a-\d]", r"'a-\\d' is no range"), (r"[\w-a]", r"'\\w-a' is no range"), ("a^b", "at the edges"),
+        ("a$b", "at the edges"), ("(?=a)", "no look-around"), ("(?i)a", "flags"), (r"\x4", r"'\\x' cannot"),
+        ("\\", "cannot be enforced"), (r"(a)\1", "back-references"), (r"\01", r"'\\01' cannot"),
+        (r"\ud83d", r"'\\ud83d' cannot"), ("x" * 16_385, "at most 16384"),
     ],
 )  # fmt: skip
-def test_patterns_that_are_wrong_or_too_large_are_refused(pattern: str, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=re.escape(words)):
-        make_grammar(StructuredOutputs(regex=pattern))
+def test_patterns_that_are_wrong_or_ambiguous_are_refused_with_their_place(pattern: str, words: str) -> None:
+    for asked, place in (
+        (StructuredOutputs(regex=pattern), "regex"),
+        (StructuredOutputs(json={"items": {"pattern": pattern}}), "the keyword 'pattern' at /items/pattern"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{re.escape(place)}.*{re.escape(words)}"):
+            make_grammar(asked)
 
 
-@pytest.mark.parametrize("pattern", ["a{1, 2}", "a{ 1}", "a{1 }", "a{x}", "a{}", "{"])
-def test_braces_without_counts_are_characters(pattern: str, grammars: ByteGrammars) -> None:
+def test_braces_without_counts_are_characters(grammars: ByteGrammars) -> None:
     """To `re` as well."""
-    assert re.fullmatch(pattern, pattern)
-    compiled = grammars.compile(make_grammar(StructuredOutputs(regex=pattern)))
-    assert grammars.accepts(compiled, pattern)
-    assert not grammars.accepts(compiled, "a")
+    for pattern in ("a{1, 2}", "a{ 1}", "a{1 }", "a{x}", "a{}", "{"):
+        texts = [pattern, "a", "aa", ""]
+        compiled = make_grammar(StructuredOutputs(regex=pattern))
+        assert [text for text in texts if grammars.accepts(compiled, text)] == [pattern]
+        assert [text for text in texts if re.fullmatch(pattern, text)] == [pattern]
 
 
-@pytest.mark.parametrize("pattern", ['"', "\\\\", "\\n", "[\\x00-\\x1f]+", "a\\tb"])
-def test_characters_that_json_escapes_are_refused_in_a_schema(pattern: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"/pattern: .* cannot be enforced"):
-        make_grammar(StructuredOutputs(json={"type": "string", "pattern": pattern}))
+@pytest.mark.parametrize(
+    "pattern", ['"', "\\\\", "\\n", '[^"]', "[^\\\\]", "[\\x00-\\x1f]", "[^a]", '\t|[^"]', "[^\\n]", "\\W"]
+)
+def test_a_character_that_json_escapes_is_itself(pattern: str, grammars: ByteGrammars) -> None:
+    compiled = make_grammar(StructuredOutputs(json={"type": "string", "pattern": f"^({pattern})$"}))
+    for code in range(1, 128):
+        char = chr(code)
+        texts = {json.dumps(char), f'"\\u{code:04x}"', f'"\\u{code:04X}"', f'"{char}"'}
+        assert any(grammars.accepts(compiled, text) for text in texts) == bool(re.fullmatch(pattern, char)), repr(char)
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 3), (2, 2), (1, None), (0, 200), (130, 131), (5, 300)])
 def test_lengths_are_kept(least: int, most: int | None, grammars: ByteGrammars) -> None:
     lengths = {"minLength": least, **({} if most is None else {"maxLength": most})}
-    compiled = grammars.compile(make_grammar(StructuredOutputs(json=lengths)))
+    compiled = make_grammar(StructuredOutputs(json=lengths))
     for length in {least - 1, least, least + 1, (most or 5) - 1, most or 5, (most or 5) + 1} - {-1}:
         fits = length >= least and (most is None or length <= most)
-        assert grammars.accepts(compiled, json.dumps("é" * length, ensure_ascii=False)) == fits, length
+        for char in "é\n\\":
+            assert grammars.accepts(compiled, json.dumps(char * length, ensure_ascii=False)) == fits, length
     assert not grammars.accepts(compiled, '"\n' + "a" * least + '"')
