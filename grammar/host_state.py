@@ -23,7 +23,7 @@ class Known:
         self.is_learned = False
         self.error: PdkvError | None = None  # why no request can have it
         self.num_users = 0  # requests
-        self.num_lost = 0  # workers that ended from outside while they were at it, or at nothing
+        self.num_lost = 0  # workers that ended while they were at it
 
     @property
     def done(self) -> bool:
@@ -68,6 +68,7 @@ class WorkerState:
         self.waits_since = 0.0
         self.num_calls = 0  # of the library, when it was looked at last
         self.is_killed = False
+        self.num_ends = 0  # since it said anything
         self.patience_s = 0.0  # see PATIENCE_S
         self.seen_at = float("-inf")
         self._frames = Frames()
@@ -128,6 +129,7 @@ class WorkerState:
         self.sock = None
         self.outbox.clear()
         self.num_awaited = 0
+        self.num_ends += 1
         self.known = {grammar: known for grammar, known in self.known.items() if known.num_users}
 
     def send(self, message: Order, *, is_awaited: bool = False) -> None:
@@ -167,5 +169,5 @@ class WorkerState:
         for message in self._frames.add(data):
             answer = decode_answer(message)
             self.num_awaited -= not isinstance(answer, Refused)
-            self.waits_since = time.monotonic()
+            self.waits_since, self.num_ends = time.monotonic(), 0
             yield answer

@@ -47,7 +47,7 @@ REMEMBER_S = 60.0
 """How long a grammar that was given up is refused by its digest."""
 
 MAX_LOST = 3
-"""A grammar that has lost so many workers from outside is given up, too: memory may be short."""
+"""A grammar at which its worker is killed from outside so often is given up, too: memory may be short."""
 
 _GRACE_S = 5.0
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
@@ -243,18 +243,23 @@ class Workers:
         known = self.numbers.get(int(self.slab.working[worker.index]) - 1)
         self._clear(worker)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if known is None:
+            if worker.num_ends > MAX_LOST:
+                self._drop_all(worker, ServerBusy("the process that matches grammars ends again and again"))
+            return
         if number == signal.SIGPROF:
             why = f"takes more than {self._start.time_s:g} s of processor time to match (--grammar-time-s)"
         else:
             what = signal.strsignal(number) if number else f"exit status {os.waitstatus_to_exitcode(status)}"
             most = f"{self._start.memory_bytes >> 20} MiB of memory (--grammar-memory)"
             why = f"takes more than {most}, or breaks the library: {what}"
-            for one in list(worker.known.values()) if known is None else [known]:
-                one.num_lost += 1
-                if known is None and one.num_lost > MAX_LOST:
-                    self._drop(one, ServerBusy("the process that matches grammars ends again and again"))
-        if known is not None and known.error is None and (number not in _FROM_OUTSIDE or known.num_lost >= MAX_LOST):
+        known.num_lost += 1
+        if known.error is None and (number not in _FROM_OUTSIDE or known.num_lost >= MAX_LOST):
             self._give_up(known, why)
+
+    def _drop_all(self, worker: WorkerState, error: PdkvError) -> None:
+        for known in list(worker.known.values()):
+            self._drop(known, error)
 
     def _clear(self, worker: WorkerState) -> None:
         """Nothing writes to its rows now."""
@@ -335,8 +340,7 @@ class Workers:
             self._broken = error if is_final else None
             for worker in self.all:
                 self._clear(worker)
-                for known in list(worker.known.values()):
-                    self._drop(known, error)
+                self._drop_all(worker, error)
         self._notify()
 
     def _end_process(self) -> None:
