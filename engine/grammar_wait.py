@@ -1,6 +1,6 @@
 """Requests that wait for their grammar, in no queue of the scheduler; and those that wait for a mask that was late."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -10,19 +10,18 @@ from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.grammar.spec import Grammar
 from pdkv.wire.messages import RequestKey
 
-_NO_STORE = "this engine cannot enforce structured_outputs"
-
 
 class Ticket(Protocol):
-    """See `GrammarTicket`."""
+    """One request's use of its grammar; see `Known`."""
 
     @property
     def done(self) -> bool: ...
 
     @property
-    def number(self) -> int: ...
+    def error(self) -> PdkvError | None: ...
 
-    def close(self) -> None: ...
+    @property
+    def number(self) -> int: ...
 
 
 class GrammarStore(Protocol):
@@ -32,6 +31,8 @@ class GrammarStore(Protocol):
     def has_failed(self) -> bool: ...
 
     def ask(self, grammar: Grammar, tenant: str) -> Ticket: ...
+
+    def leave(self, ticket: Any) -> None: ...
 
     def take_failed(self) -> dict[RequestKey, PdkvError]: ...
 
@@ -54,9 +55,9 @@ class GrammarWait:
 
     def __init__(self, store: GrammarStore | None) -> None:
         self._store = store
-        self._waiting: dict[RequestKey, tuple[Request, Ticket]] = {}
-        self._live: dict[RequestKey, tuple[Request, Ticket]] = {}  # whose grammar is there
-        self._late: dict[RequestKey, Request] = {}  # of those, the ones that a step has left out
+        self._tickets: dict[RequestKey, tuple[Request, Ticket]] = {}
+        self._waiting: dict[RequestKey, Ticket] = {}  # of those, the ones whose grammar is not there yet
+        self._late: dict[RequestKey, Request] = {}  # of the others, the ones that a step has left out
         self._resumed: list[RequestKey] = []
 
     @property
@@ -67,9 +68,9 @@ class GrammarWait:
     @property
     def has_answers(self) -> bool:
         """Whether `take_answers` has something, or `resume`."""
-        if self._store is None or not (self._waiting or self._live):
+        if self._store is None or not self._tickets:
             return False
-        done = any(ticket.done for _, ticket in self._waiting.values())
+        done = any(ticket.done for ticket in self._waiting.values())
         return done or self._store.has_failed or any(map(self._store.is_in, self._late))
 
     def add(self, request: Request) -> bool:
@@ -82,24 +83,34 @@ class GrammarWait:
         if grammar is None:
             return True
         if self._store is None:
-            raise InvalidRequest(_NO_STORE, param="structured_outputs")
+            raise InvalidRequest("this engine cannot enforce structured_outputs", param="structured_outputs")
         ticket = self._store.ask(grammar, request.submit.tenant)
+        if ticket.error is not None:
+            self._store.leave(ticket)
+            raise ticket.error.anew()
+        request.grammar = ticket.number
+        self._tickets[request.key] = request, ticket
         if not ticket.done:
-            self._waiting[request.key] = request, ticket
-            return False
-        self._take(request, ticket)
-        return True
+            self._waiting[request.key] = ticket
+        return ticket.done
 
     def take_answers(self) -> list[Answered]:
         """Requests whose wait is over, in the order in which they came; and any that has failed. Those with an error
         are to be removed.
         """
-        if self._store is None or not (self._waiting or self._live):
+        if self._store is None or not self._tickets:
             return []
-        done = [request for request, ticket in self._waiting.values() if ticket.done]
-        answers = [Answered(request, self._answer(request)) for request in done]
+        answers = []
+        for key in [key for key, ticket in self._waiting.items() if ticket.done]:
+            request, ticket = self._tickets[key]
+            error = ticket.error
+            if error is None:
+                del self._waiting[key]
+            answers.append(Answered(request, error and error.anew()))
         failed = self._store.take_failed()
-        return answers + [Answered(self._live[key][0], error) for key, error in failed.items() if key in self._live]
+        return answers + [
+            Answered(self._tickets[key][0], error) for key, error in failed.items() if key in self._tickets
+        ]
 
     def left_out(self, request: Request) -> None:
         """A step had no mask for it: it goes on when that is there."""
@@ -123,11 +134,10 @@ class GrammarWait:
         it.
         """
         self._late.pop(request.key, None)
-        waited = self._waiting.pop(request.key, None)
-        _, ticket = waited or self._live.pop(request.key, (request, None))
-        if ticket is not None:
-            ticket.close()
-        return waited is not None
+        waited = self._waiting.pop(request.key, None) is not None
+        if request.key in self._tickets and self._store is not None:
+            self._store.leave(self._tickets.pop(request.key)[1])
+        return waited
 
     def complete(self, plan: StepPlan) -> StepPlan:
         """The plan with those that are drawn for again."""
@@ -138,24 +148,5 @@ class GrammarWait:
 
     def close(self) -> None:
         """Nothing is needed any more. Idempotent."""
-        for _, ticket in [*self._waiting.values(), *self._live.values()]:
-            ticket.close()
-        self._waiting.clear()
-        self._live.clear()
-        self._late.clear()
-
-    def _answer(self, request: Request) -> PdkvError | None:
-        try:
-            self._take(request, self._waiting[request.key][1])
-        except PdkvError as error:
-            return error
-        del self._waiting[request.key]
-        return None
-
-    def _take(self, request: Request, ticket: Ticket) -> None:
-        try:
-            request.grammar = ticket.number
-        except PdkvError:
-            ticket.close()
-            raise
-        self._live[request.key] = request, ticket
+        for request, _ in list(self._tickets.values()):
+            self.remove(request)

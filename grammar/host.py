@@ -3,6 +3,7 @@
 No thread of the engine calls the library, or waits for it without a bound. `workers.py` runs the processes.
 """
 
+import itertools
 import math
 import os
 import select
@@ -29,32 +30,7 @@ FREE_S = 0.002
 """What each step may wait in any case."""
 
 _WORD_BITS = 32
-
-
-class GrammarTicket:
-    """One request's use of its grammar, from the question for it until the request ends."""
-
-    def __init__(self, known: Known, closed: Callable[[Known], None]) -> None:
-        self._known = known
-        self._on_close: Callable[[Known], None] | None = closed
-
-    @property
-    def done(self) -> bool:
-        """Whether `number` has something to say."""
-        return self._known.is_ready
-
-    @property
-    def number(self) -> int:
-        """By which answers name the grammar; to be asked once `done`. Raises PdkvError: it is refused, and why."""
-        if self._known.error is not None:
-            raise self._known.error.anew()
-        return self._known.number
-
-    def close(self) -> None:
-        """The request needs it no more. May be called at any time, and again."""
-        if self._on_close is not None:
-            self._on_close(self._known)
-            self._on_close = None
+_NUMBERS_PER_ANSWER = 1 << 32
 
 
 class GrammarHost:
@@ -79,19 +55,19 @@ class GrammarHost:
         num_requests: answers at a time, at most.
         num_drafts: of an answer in a step, at most.
         """
-        # A row is another answer's only when its worker has heard that the one before is over.
-        shape = SlabShape(4 * num_requests, 1 + num_drafts, -(-vocab_size // _WORD_BITS), options.num_processes)
+        shape = SlabShape(options.num_processes, num_requests, 1 + num_drafts, -(-vocab_size // _WORD_BITS))
         stops = tuple(stop_token_ids)
         start = Start(str(model_dir), vocab_size, stops, options.time_s, options.memory_bytes, shape)
         self._options = options
         self._workers = Workers(start, notify)
         self._lock = self._workers.lock
         self._rows: dict[RequestKey, Row] = {}
-        self._next_number = 0
+        self._numbers = itertools.count()
+        self._firsts = itertools.count(1, _NUMBERS_PER_ANSWER)
 
     # --- the engine's loop ----------------------------------------------------------------------------------------
 
-    def ask(self, grammar: Grammar, tenant: str) -> GrammarTicket:
+    def ask(self, grammar: Grammar, tenant: str) -> Known:
         """A ticket for a tenant's grammar, which is done at once where the grammar is known there. Never blocks.
 
         Raises:
@@ -106,19 +82,20 @@ class GrammarHost:
             if known is None:
                 if worker.waiting_chars + len(grammar.text) > self._options.max_waiting_chars:
                     raise ServerBusy("too many grammars wait to be compiled: try again")
-                known = Known(self._next_number, grammar, worker)
-                self._next_number += 1
+                known = Known(next(self._numbers), grammar, worker)
                 self._workers.numbers[known.number] = worker.known[grammar] = known
                 self._workers.send(worker, Learn(known.number, grammar), is_awaited=True)
             known.num_users += 1
-            return GrammarTicket(known, self._leave)
+            return known
 
-    def _leave(self, known: Known) -> None:
+    def leave(self, known: Known) -> None:
+        """A request needs it no more."""
         with self._lock:
             known.num_users -= 1
             for gone in known.worker.retire(known) if not known.num_users else ():
-                del self._workers.numbers[gone.number]
                 self._workers.send(known.worker, Forget(gone.number))
+                if gone.done:  # else its worker may be at it
+                    del self._workers.numbers[gone.number]
 
     def take_failed(self) -> dict[RequestKey, PdkvError]:
         """The answers that cannot go on, since the last call, and why."""
@@ -147,44 +124,42 @@ class GrammarHost:
         """An answer joins the batch, with these tokens so far. `own_stops` may come where the model may end it."""
         with self._lock:
             known = self._workers.numbers[number]
-            row = self._rows[key] = Row(key, known, list(token_ids), list(own_stops))
+            row = self._rows[key] = Row(key, known, next(self._firsts), list(token_ids), list(own_stops))
             self._workers.add_row(row)
 
     def go_on(self, steps: Sequence[tuple[RequestKey, list[int], list[int]]]) -> None:
         """Answers go on by some tokens, and then perhaps some drafts."""
         with self._lock:
-            by_worker: dict[int, list[Step]] = {}
+            by_worker: dict[WorkerState, list[Step]] = {}
             for key, token_ids, drafts in steps:
                 row = self._rows[key]
                 row.token_ids += token_ids
                 row.drafts = drafts
                 if not row.has_failed:
-                    by_worker.setdefault(row.worker.index, []).append(Step(row.index, token_ids, drafts))
-            for index, ordered in by_worker.items():
-                self._workers.send(self._workers.all[index], Steps(ordered))
+                    by_worker.setdefault(row.worker, []).append(Step(row.place, token_ids, drafts))
+            for worker, ordered in by_worker.items():
+                self._workers.send(worker, Steps(ordered))
 
     def end(self, key: RequestKey) -> None:
         """An answer leaves the batch."""
         with self._lock:
             row = self._rows.pop(key)
             self._workers.failed.pop(key, None)
-            if row.index >= 0 and row.worker.end_row(row.index):
-                self._workers.send(row.worker, Close(row.index), is_awaited=True)
-            elif row.index >= 0:
-                self._workers.release(row.worker, [row.index])
+            del row.worker.rows[row.place]
+            row.worker.free.append(row.place)
+            self._workers.send(row.worker, Close(row.place))
 
     def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]:
         """(count, num_words) of each answer: behind its tokens and then behind each draft that its grammar allows.
 
         None: not there in time. `is_in` says when they are, and `notify` tells of it.
         """
-        rows = [self._rows[key] for key in keys]
-        slab = self._workers.slab
+        rows, slab = [self._rows[key] for key in keys], self._workers.slab
         if slab is None:  # closed
             return [None] * len(keys)
-        if any(not self._is_in(row) for row in rows):
+        if not all(map(self._is_in, rows)):
             self._wait(rows, slab)
-        found = [None if row.has_failed else slab.copy(row.index, row.number) for row in rows]
+        found = [None if row.has_failed else slab.copy(row.place, row.number) for row in rows]
         with self._lock:
             for worker in {row.worker for row, words in zip(rows, found, strict=True) if words is None}:
                 self._workers.send(worker, Tell(), is_awaited=True)
@@ -192,12 +167,13 @@ class GrammarHost:
 
     def _is_in(self, row: Row) -> bool:
         slab = self._workers.slab
-        return slab is not None and row.index >= 0 and slab.numbers[row.index] == row.number
+        return slab is not None and bool(slab.numbers[row.place] == row.number)
 
     def _wait(self, rows: Sequence[Row], slab: Slab) -> None:
         """For masks, as far as their workers' patience goes."""
+        event_fd = self._workers.event_fd
         poll = select.poll()
-        poll.register(self._workers.event_fd, select.POLLIN)
+        poll.register(event_fd, select.POLLIN)
         began = now = time.monotonic()
         deadlines = dict[WorkerState, float]()
         for worker in {row.worker for row in rows}:
@@ -210,7 +186,7 @@ class GrammarHost:
             if not left_s:
                 break
             if poll.poll(math.ceil(1000 * min(left_s))):
-                os.eventfd_read(self._workers.event_fd)
+                os.eventfd_read(event_fd)
             now = time.monotonic()
             for worker in late:
                 worker.patience_s = max(0.0, deadlines[worker] - max(now, began + FREE_S))

@@ -2,7 +2,6 @@
 
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 
 from pdkv.errors import PdkvError
@@ -10,64 +9,61 @@ from pdkv.grammar.spec import Grammar
 from pdkv.grammar.worker_messages import Answer, Frames, Learn, Open, Order, Refused, Tell, decode_answer, frame
 from pdkv.wire.messages import RequestKey
 
-MAX_IDLE = 64
-"""Grammars that a worker keeps ready though no request has them."""
-
-MAX_IDLE_CHARS = 8 << 20
-"""Text of them."""
+MAX_IDLE, MAX_IDLE_CHARS = 64, 8 << 20
+"""Grammars that a worker keeps ready though no request has them, and their text."""
 
 _CHUNK_BYTES = 1 << 20
 
 
 class Known:
-    """A grammar of one worker."""
+    """A grammar of one worker; to a request, its ticket."""
 
     def __init__(self, number: int, grammar: Grammar, worker: "WorkerState") -> None:
         self.number, self.grammar, self.worker = number, grammar, worker
         self.is_learned = False
-        self.error: PdkvError | None = None  # why nobody can have it
+        self.error: PdkvError | None = None  # why no request can have it
         self.num_users = 0  # requests
         self.num_lost = 0  # workers that ended while they were at it
 
     @property
-    def is_ready(self) -> bool:
-        """Whether it is known what becomes of it."""
+    def done(self) -> bool:
+        """Whether it is known what becomes of it: there is an error, or answers may name it by its number."""
         return self.is_learned or self.error is not None
 
 
 class Row:
     """An answer, with all that it takes to replay it."""
 
-    def __init__(self, key: RequestKey, known: Known, token_ids: list[int], own_stops: list[int]) -> None:
+    def __init__(self, key: RequestKey, known: Known, first: int, token_ids: list[int], own_stops: list[int]) -> None:
         self.key, self.known, self.worker = key, known, known.worker
         self.token_ids, self.own_stops = token_ids, own_stops
         self.drafts: list[int] = []
-        self.index = -1  # in the slab
+        self.place = self.worker.free.pop()  # in the slab
         self.has_failed = False
+        self._first = first
 
     @property
     def number(self) -> int:
-        """Of the masks that it needs, see `Slab`."""
-        return len(self.token_ids) + 1
+        """Of the masks that it needs, see `Open`."""
+        return self._first + len(self.token_ids)
 
     def opening(self) -> Open:
         """How its worker gets to know it."""
-        return Open(self.index, self.known.number, self.token_ids, self.drafts, self.own_stops)
+        return Open(self.place, self._first, self.known.number, self.token_ids, self.drafts, self.own_stops)
 
 
 class WorkerState:
     """A worker, or the place of one that is not there now."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, num_rows: int) -> None:
         self.index = index
         self.num_tenants = 0
         self.sock: socket.socket | None = None  # None: it is not there
         self.is_deaf = False  # its end of the socket is closed: how it ended is still to be heard
         self.outbox = bytearray()
-        self.known: dict[Grammar, Known] = {}
-        self.idle: OrderedDict[Grammar, Known] = OrderedDict()  # of those, without users; the longest so first
+        self.known: dict[Grammar, Known] = {}  # what was asked for last is last
         self.rows: dict[int, Row] = {}  # by place in the slab
-        self.closing: set[int] = set()  # places that it may still write to
+        self.free = list(range(index * num_rows, (index + 1) * num_rows))  # places
         self.num_awaited = 0  # answers
         self.waits_since = 0.0
         self.num_calls = 0  # of the library, when it was looked at last
@@ -80,55 +76,36 @@ class WorkerState:
     @property
     def is_wanted(self) -> bool:
         """Whether it has something to do."""
-        return any(not row.has_failed for row in self.rows.values()) or any(
-            known.num_users for known in self.known.values()
-        )
+        answers = any(not row.has_failed for row in self.rows.values())
+        return answers or any(known.num_users for known in self.known.values())
 
     @property
     def waiting_chars(self) -> int:
         """Text of the grammars that are not ready."""
         return sum(len(known.grammar.text) for known in self.known.values() if not known.is_learned)
 
-    # --- grammars -------------------------------------------------------------------------------------------------
-
     def find(self, grammar: Grammar) -> Known | None:
-        """One that it has, which is in use from now on."""
-        self.idle.pop(grammar, None)
-        return self.known.get(grammar)
-
-    def retire(self, known: Known) -> list[Known]:
-        """No request has it now. Returns those that it shall forget."""
-        grammar = known.grammar
-        if self.known.get(grammar) is not known:
-            return [known]
-        if not known.is_learned:
-            del self.known[grammar]
-            return [known]
-        self.idle[grammar] = known
-        num_chars = sum(len(one.text) for one in self.idle)
-        gone = list[Known]()
-        while len(self.idle) > MAX_IDLE or num_chars > MAX_IDLE_CHARS:
-            oldest, dropped = self.idle.popitem(last=False)
-            num_chars -= len(oldest.text)
-            del self.known[oldest]
-            gone.append(dropped)
-        return gone
+        """A grammar that it has, which was asked for last from now on."""
+        known = self.known.pop(grammar, None)
+        if known is not None:
+            self.known[grammar] = known
+        return known
 
     def drop(self, known: Known) -> None:
-        """Nobody can have it any more."""
+        """No other request can have it."""
         if self.known.get(known.grammar) is known:
             del self.known[known.grammar]
-        self.idle.pop(known.grammar, None)
 
-    # --- answers --------------------------------------------------------------------------------------------------
-
-    def end_row(self, index: int) -> bool:
-        """An answer is over. Returns whether the worker may still write to its place, and has to be told."""
-        del self.rows[index]
-        if self.sock is None or self.is_deaf:
-            return False
-        self.closing.add(index)
-        return True
+    def retire(self, known: Known) -> list[Known]:
+        """No request has it now. Returns those that it shall forget: it keeps what was asked for last."""
+        if self.known.get(known.grammar) is not known:
+            return [known]
+        num_left, chars_left, gone = MAX_IDLE, MAX_IDLE_CHARS, list[Known]()
+        for idle in [one for one in reversed(self.known.values()) if not one.num_users]:
+            num_left, chars_left = num_left - 1, chars_left - len(idle.grammar.text)
+            if min(num_left, chars_left) < 0 or not idle.is_learned:
+                gone.append(self.known.pop(idle.grammar))
+        return gone
 
     # --- the socket -----------------------------------------------------------------------------------------------
 
@@ -145,18 +122,15 @@ class WorkerState:
                 self.send(row.opening())
         self.send(Tell(), is_awaited=True)
 
-    def end(self) -> list[Known]:
-        """It is gone. Returns the grammars that nobody needs in the next one."""
+    def end(self) -> None:
+        """It is gone, and what no request has with it."""
         if self.sock is not None:
             self.sock.close()
         self.sock = None
         self.outbox.clear()
         self.num_awaited = 0
         self.num_ends += 1
-        gone = list(self.idle.values())
-        for known in gone:
-            self.drop(known)
-        return gone
+        self.known = {grammar: known for grammar, known in self.known.items() if known.num_users}
 
     def send(self, message: Order, *, is_awaited: bool = False) -> None:
         """As far as there is room; the rest with `flush`."""

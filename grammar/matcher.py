@@ -86,11 +86,6 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing may follow but stop tokens."""
-        return bool(self._num_behind or self._matcher.is_stopped())
-
     def _check(self) -> None:
         if self._matcher.is_error():
             raise InvalidRequest(_reason(self._matcher.get_error()), param="structured_outputs")

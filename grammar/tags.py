@@ -23,8 +23,8 @@ from pdkv.grammar.formats import (
 )
 from pdkv.grammar.json_text import read_json
 from pdkv.grammar.keywords import pointer
-from pdkv.grammar.patterns import pattern_of
 from pdkv.grammar.normal_forms import normalize
+from pdkv.grammar.patterns import pattern_of
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 
@@ -113,7 +113,9 @@ class _Reader:
         for i in range(len(parts) - 1, 0, -1):
             if parts[i - 1] == ANY_TEXT:
                 if not isinstance(end := parts[i], str) or not end:
-                    raise InvalidRequest(f"the format at {pointer(at, 'elements', i - 1)} must be last, or before a text")
+                    raise InvalidRequest(
+                        f"the format at {pointer(at, 'elements', i - 1)} must be last, or before a text"
+                    )
                 parts[i - 1 : i + 1] = [until(end)]
         return sequence(*parts)
 
@@ -132,11 +134,11 @@ class _Reader:
         tags, triggers = self._tags(given, at), _field(given, "triggers", list, at, "a list of texts")
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise InvalidRequest(f"the format at {at} must have triggers, texts that are not empty")
-        for kind, ones, others in (("trigger", triggers, tags), ("tag", tags, triggers)):
-            for one in ones:
-                pairs = ((one, other) if kind == "tag" else (other, one) for other in others)
-                if not any(tagged.begin.startswith(trigger) for tagged, trigger in pairs):
-                    raise InvalidRequest(f"the format at {at} has a {kind} without its like: tags begin with triggers")
+        begins = [one.begin for one in tags]
+        if not all(any(begin.startswith(trigger) for begin in begins) for trigger in triggers):
+            raise InvalidRequest(f"the format at {at} has a trigger with which no tag begins")
+        if not all(begin.startswith(tuple(triggers)) for begin in begins):
+            raise InvalidRequest(f"the format at {at} has a tag that begins with no trigger")
         required, several = _flag(given, "at_least_one", at), not _flag(given, "stop_after_first", at)
         return triggered(tags, triggers, several=several, required=required)
 
@@ -148,7 +150,9 @@ class _Reader:
     def _repeat(self, given: Fields, at: str) -> Part:
         least, most = given.get("min", 0), given.get("max", -1)
         if not (type(least) is type(most) is int and 0 <= least <= (most if most >= 0 else least) <= 10_000):
-            raise InvalidRequest(f"the format at {at} must have min and max, integers of at most 10000, max -1 for no end")
+            raise InvalidRequest(
+                f"the format at {at} must have min and max, integers of at most 10000, max -1 for no end"
+            )
         return self._repeated(given, at, least, most if most >= 0 else None)
 
     def _repeated(self, given: Fields, at: str, least: int, most: int | None) -> Part:

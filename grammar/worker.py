@@ -8,9 +8,10 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from pdkv.grammar.vocabulary import WORD_BITS, Vocabulary
 from pdkv.grammar.worker_messages import (
     Answer,
     Close,
-    Closed,
     Forget,
     Frames,
     Learn,
@@ -41,7 +41,6 @@ S_PER_TOKEN = 0.005
 """What a grammar earns back by a token that it accepts. An ordinary mask takes a tenth of it at most."""
 
 _CHUNK_BYTES = 1 << 20
-_LEAST_S = 1e-4  # a timer of 0 would be none
 
 
 class _Known:
@@ -53,13 +52,15 @@ class _Known:
         self.fresh: Matcher | None = None  # at the beginning of an answer
 
 
-class _Row(NamedTuple):
+@dataclass
+class _Row:
     """An answer."""
 
-    index: int
+    place: int  # in the slab
     known: _Known
     matcher: Matcher
     own_stops: "_Tokens | None"
+    number: int  # of its masks
 
 
 class Worker:
@@ -112,7 +113,6 @@ class Worker:
                 self._open(order)
             case Close(row=row):
                 self._rows.pop(row, None)
-                self._say(Closed(row))
             case Learn(number=number, grammar=grammar):
                 known = self._known[number] = _Known(number, grammar, self._time_s)
                 self._to_learn.append(known)
@@ -138,32 +138,31 @@ class Worker:
         return known.fresh
 
     def _open(self, order: Open) -> None:
-        known = self._known[order.number]
+        known = self._known[order.grammar]
         fresh = self._fresh(known)
         with self._at(known):
             matcher = fresh.copy()
         own_stops = _Tokens(order.own_stops) if order.own_stops else None
-        row = self._rows[order.row] = _Row(order.row, known, matcher, own_stops)
+        row = self._rows[order.row] = _Row(order.row, known, matcher, own_stops, order.first)
         self._go_on(row, order.token_ids, order.drafts)
 
     def _go_on(self, row: _Row, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
         """Make the masks behind these tokens, and then behind each draft as far as the grammar allows them."""
-        number = max(int(self._slab.numbers[row.index]), 1)
         try:
             with self._at(row.known):
-                _accept(row, token_ids, number - 1)
+                _accept(row, token_ids)
                 count = self._fill(row, drafts)
         except InvalidRequest as error:
-            del self._rows[row.index]
-            self._say(Refused(row.index, str(error)))
+            del self._rows[row.place]
+            self._say(Refused(row.place, str(error)))
             return
-        self._slab.publish(row.index, count, number + len(token_ids))
+        self._slab.publish(row.place, count, row.number)
         if self._slab.waiting[0]:
             os.eventfd_write(self._event_fd, 1)
 
     def _fill(self, row: _Row, drafts: Sequence[int]) -> int:
         """How many masks there are: one, and one for each draft."""
-        masks, count = self._slab.masks[row.index], 0
+        masks, count = self._slab.masks[row.place], 0
         self._fill_one(row, masks[0])
         for draft in drafts:
             if not row.matcher.accept(draft):
@@ -182,25 +181,26 @@ class Worker:
     @contextlib.contextmanager
     def _at(self, known: _Known) -> Iterator[None]:
         """The library works on this grammar. Ends this process when it has used up its time."""
-        slab, index = self._slab, self._index
+        slab, index, began_s = self._slab, self._index, time.process_time()
         slab.working[index] = known.number + 1
-        before_s = known.left_s
-        signal.setitimer(signal.ITIMER_PROF, max(before_s, _LEAST_S))
+        signal.setitimer(signal.ITIMER_PROF, known.left_s)
         try:
             yield
         finally:
-            used_s = before_s - signal.setitimer(signal.ITIMER_PROF, 0)[0]
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            known.left_s = min(known.left_s - (time.process_time() - began_s), self._time_s)
+            if known.left_s <= 0.0:  # the timer counts in the kernel's ticks
+                signal.raise_signal(signal.SIGPROF)
             slab.working[index] = 0
             slab.calls[index] += 1
-            known.left_s = min(known.left_s - used_s, self._time_s)
 
 
-def _accept(row: _Row, token_ids: Sequence[int], num_before: int) -> None:
+def _accept(row: _Row, token_ids: Sequence[int]) -> None:
     """Raises InvalidRequest where the grammar refuses one."""
-    for place, token_id in enumerate(token_ids, num_before):
+    for token_id in token_ids:
         if not row.matcher.accept(token_id):
-            text = f"the output's token {token_id}, behind {place} others, is none that its grammar allows"
-            raise InvalidRequest(text)
+            raise InvalidRequest(f"the output has the token {token_id} in a place where its grammar does not allow it")
+        row.number += 1
         row.known.left_s += S_PER_TOKEN
 
 

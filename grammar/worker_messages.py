@@ -17,17 +17,17 @@ _LENGTH = struct.Struct("<I")
 class SlabShape(msgspec.Struct, frozen=True):
     """Sizes of the memory that holds the masks."""
 
-    num_rows: int
+    num_workers: int
+    rows_per_worker: int
     masks_per_row: int  # 1 + the drafts of a step
     num_words: int  # of a mask
-    num_workers: int
 
 
 # --- with the process that forks workers ---------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, frozen=True):
-    """First message to the process, which answers with `Ready`."""
+    """What the process is started with, as JSON; it answers with `Ready`."""
 
     model_dir: str
     vocab_size: int
@@ -43,14 +43,8 @@ class Ready(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Fork a worker; its end of a socket comes with this."""
-
-    worker: int
-
-
-class Kill(msgspec.Struct, frozen=True, tag=True):
-    """End a worker."""
+class Place(msgspec.Struct, frozen=True):
+    """Of a worker: fork one whose end of a socket comes with this, or kill the one that is there."""
 
     worker: int
 
@@ -82,7 +76,8 @@ class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A row of the slab belongs to an answer from now on: make the masks behind these tokens, and then the drafts."""
 
     row: int
-    number: int
+    first: int  # by which the masks behind no token are known; those behind the next one have the next number
+    grammar: int
     token_ids: list[int]
     drafts: list[int]
     own_stops: list[int]  # may come where the model may end the answer
@@ -103,7 +98,7 @@ class Steps(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The row's answer is over. Answered by `Closed`, behind which the worker writes nothing there."""
+    """The row's answer is over."""
 
     row: int
 
@@ -129,17 +124,11 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-class Closed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """As asked for."""
-
-    row: int
-
-
 class Told(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """As asked for."""
 
 
-Answer = Learned | Refused | Closed | Told
+Answer = Learned | Refused | Told
 
 _encoder = msgspec.msgpack.Encoder()
 decode_order = msgspec.msgpack.Decoder[Order](Order).decode

@@ -20,18 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from pdkv.errors import ConfigError, GrammarGivenUp, InvalidRequest, PdkvError, ServerBusy, StartupError
+from pdkv.errors import GrammarGivenUp, InvalidRequest, PdkvError, ServerBusy
 from pdkv.grammar.host_state import Known, Row, WorkerState
 from pdkv.grammar.slab import Slab, size_bytes
 from pdkv.grammar.spec import Grammar
 from pdkv.grammar.worker_messages import (
     MAX_CONTROL_BYTES,
-    Closed,
     Ended,
-    Fork,
-    Kill,
     Learned,
     Order,
+    Place,
     Ready,
     Refused,
     Start,
@@ -73,7 +71,6 @@ class Workers:
         self._notify = notify
         self._has_news = False
         self._tenants: dict[str, WorkerState] = {}
-        self._free = list(range(start.shape.num_rows))
         self._given_up: dict[bytes, float] = {}  # until when, by digest; in order
         self._broken: PdkvError | None = None  # why no grammar can be matched
         self._thread: threading.Thread | None = None
@@ -112,7 +109,7 @@ class Workers:
         worker = self._tenants.get(tenant)
         if worker is None:
             if len(self.all) < self._start.shape.num_workers:
-                self.all.append(WorkerState(len(self.all)))
+                self.all.append(WorkerState(len(self.all), self._start.shape.rows_per_worker))
             worker = self._tenants[tenant] = min(self.all, key=lambda one: one.num_tenants)
             worker.num_tenants += 1
         return worker
@@ -124,22 +121,12 @@ class Workers:
             os.eventfd_write(self._wake_fd, 1)
 
     def add_row(self, row: Row) -> None:
-        """Give an answer its place in the slab."""
+        """An answer joins."""
+        row.worker.rows[row.place] = row
         if row.known.error is not None:
             self._fail(row, row.known.error)
-        elif not self._free:
-            self._fail(row, ServerBusy("too many answers with grammars have ended that are not cleaned up yet"))
         else:
-            row.index = self._free.pop()
-            row.worker.rows[row.index] = row
             self.send(row.worker, row.opening())
-
-    def release(self, worker: WorkerState, indices: Sequence[int]) -> None:
-        """Places that no worker writes to any more."""
-        worker.closing.difference_update(indices)
-        if self.slab is not None:  # else all is closed
-            self.slab.clear(indices)
-        self._free += indices
 
     def _fail(self, row: Row, error: PdkvError) -> None:
         row.has_failed = self._has_news = True
@@ -218,19 +205,22 @@ class Workers:
         for answer in worker.receive():
             match answer:
                 case Learned(number=number, refused=refused):
-                    known = self.numbers.get(number)
-                    if known is not None and refused:
-                        self._drop(known, InvalidRequest(refused, param="structured_outputs"))
-                    elif known is not None:
-                        known.is_learned = self._has_news = True
-                case Refused(row=index, reason=reason):
-                    row = worker.rows.get(index)
+                    self._learned(self.numbers.get(number), refused)
+                case Refused(row=place, reason=reason):
+                    row = worker.rows.get(place)
                     if row is not None and not row.has_failed:
                         self._fail(row, InvalidRequest(reason, param="structured_outputs"))
-                case Closed(row=index):
-                    self.release(worker, [index])
                 case _:
                     self._has_news = True
+
+    def _learned(self, known: Known | None, refused: str) -> None:
+        if known is None:
+            return
+        known.is_learned = self._has_news = True
+        if refused:
+            self._drop(known, InvalidRequest(refused, param="structured_outputs"))
+        if not known.num_users and known.worker.known.get(known.grammar) is not known:
+            del self.numbers[known.number]
 
     def _hear_control(self, control: socket.socket) -> None:
         """A worker has ended, or the process with all of them."""
@@ -253,31 +243,31 @@ class Workers:
         known = self.numbers.get(int(self.slab.working[worker.index]) - 1)
         self._clear(worker)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if known is not None and known.error is None:
-            known.num_lost += 1
-            if number == signal.SIGPROF:
-                time_s = self._start.time_s
-                self._give_up(known, f"takes more than {time_s:g} s of processor time to match (--grammar-time-s)")
-            elif number not in _FROM_OUTSIDE or known.num_lost >= MAX_LOST:
-                most = f"{self._start.memory_bytes >> 20} MiB of memory"
-                what = signal.strsignal(number) if number else f"exit status {os.waitstatus_to_exitcode(status)}"
-                self._give_up(known, f"takes more than {most} (--grammar-memory), or breaks the library: {what}")
-        elif worker.num_ends > MAX_LOST:
-            worker.num_ends = 0
-            self._fail_all(worker, ServerBusy("the process that matches grammars ends again and again"))
+        if known is None:
+            if worker.num_ends > MAX_LOST:
+                self._drop_all(worker, ServerBusy("the process that matches grammars ends again and again"))
+            return
+        if number == signal.SIGPROF:
+            why = f"takes more than {self._start.time_s:g} s of processor time to match (--grammar-time-s)"
+        else:
+            what = signal.strsignal(number) if number else f"exit status {os.waitstatus_to_exitcode(status)}"
+            most = f"{self._start.memory_bytes >> 20} MiB of memory (--grammar-memory)"
+            why = f"takes more than {most}, or breaks the library: {what}"
+        known.num_lost += 1
+        if known.error is None and (number not in _FROM_OUTSIDE or known.num_lost >= MAX_LOST):
+            self._give_up(known, why)
 
-    def _clear(self, worker: WorkerState) -> None:
-        """Nothing writes to its places now."""
-        assert self.slab is not None
-        for known in worker.end():
-            del self.numbers[known.number]
-        self.slab.working[worker.index] = 0
-        self.slab.clear(list(worker.rows))
-        self.release(worker, list(worker.closing))
-
-    def _fail_all(self, worker: WorkerState, error: PdkvError) -> None:
+    def _drop_all(self, worker: WorkerState, error: PdkvError) -> None:
         for known in list(worker.known.values()):
             self._drop(known, error)
+
+    def _clear(self, worker: WorkerState) -> None:
+        """Nothing writes to its rows now."""
+        assert self.slab is not None
+        worker.end()
+        self.slab.clear(worker.index)
+        for known in [one for one in self.numbers.values() if one.worker is worker and not one.num_users]:
+            del self.numbers[known.number]
 
     def _look_after(self, worker: WorkerState) -> None:
         """Replace a worker that gets nowhere; where that has no effect, the process with it."""
@@ -295,42 +285,41 @@ class Workers:
             elif self._control is not None:
                 worker.is_killed = True
                 with contextlib.suppress(OSError):  # the process is gone, as its socket will tell
-                    self._control.send(encode(Kill(worker.index)))
+                    self._control.send(encode(Place(worker.index)))
 
     # --- the process ----------------------------------------------------------------------------------------------
 
     def _begin_process(self) -> bool:
         """Returns whether the process is there now. Where it cannot be, all that waits for it has failed."""
         try:
-            self._launch()
-            return True
-        except ConfigError as error:
-            text = f"this server cannot enforce grammars: {error}"
-            broken, is_final = InvalidRequest(text, param="structured_outputs"), True
-        except (StartupError, OSError) as error:
-            broken, is_final = ServerBusy(f"the process that matches grammars did not start: {error}"), False
+            error = self._launch()
+            if not error:
+                return True
+            error = f"this server cannot enforce grammars: {error}"
+            broken: PdkvError = InvalidRequest(error, param="structured_outputs")
+        except OSError as failure:
+            broken = ServerBusy(f"the process that matches grammars did not start: {failure}")
         self._end_process()
-        self._break(broken, is_final=is_final)
+        self._break(broken, is_final=isinstance(broken, InvalidRequest))
         return False
 
-    def _launch(self) -> None:
+    def _launch(self) -> str:
+        """Returns why it can never work. Raises OSError."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = control
         control.settimeout(START_TIMEOUT_S)
         with theirs:
             fds = [theirs.fileno(), self._slab_fd, self.event_fd]
-            command = [sys.executable, "-m", "pdkv.grammar.zygote", *map(str, fds)]
+            start = msgspec.json.encode(self._start).decode()
+            command = [sys.executable, "-m", "pdkv.grammar.zygote", start, *map(str, fds)]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
         if self._is_closed:
-            raise StartupError("it is not wanted any more")
-        control.send(encode(self._start))
+            raise ConnectionError("it is not wanted any more")
         answer = control.recv(MAX_CONTROL_BYTES)
         if not answer:
-            raise StartupError("it ended before it was ready")
-        ready = msgspec.msgpack.decode(answer, type=Ready)
-        if ready.error:
-            raise ConfigError(ready.error)
+            raise ConnectionError("it ended before it was ready")
+        return msgspec.msgpack.decode(answer, type=Ready).error
 
     def _fork(self, worker: WorkerState) -> None:
         """A worker begins, and is told all that it has to know."""
@@ -339,7 +328,7 @@ class Workers:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._control, [encode(Fork(worker.index))], [theirs.fileno()])
+                socket.send_fds(self._control, [encode(Place(worker.index))], [theirs.fileno()])
             except OSError:  # the process is gone, as its socket will tell
                 ours.close()
                 return
@@ -351,7 +340,7 @@ class Workers:
             self._broken = error if is_final else None
             for worker in self.all:
                 self._clear(worker)
-                self._fail_all(worker, error)
+                self._drop_all(worker, error)
         self._notify()
 
     def _end_process(self) -> None:

@@ -22,24 +22,17 @@ from pdkv.errors import ConfigError
 from pdkv.grammar.slab import Slab
 from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.grammar.worker import Worker
-from pdkv.grammar.worker_messages import MAX_CONTROL_BYTES, Ended, Fork, Kill, Ready, Start, encode
+from pdkv.grammar.worker_messages import MAX_CONTROL_BYTES, Ended, Place, Ready, Start, encode
 from pdkv.host.linux import die_with_parent, set_process_name
 
-_decode_start = msgspec.msgpack.Decoder(Start).decode
-_decode_order = msgspec.msgpack.Decoder[Fork | Kill](Fork | Kill).decode
 
-
-def main(control_fd: int, slab_fd: int, event_fd: int) -> None:
+def main(start: Start, control_fd: int, slab_fd: int, event_fd: int) -> None:
     """Serve until the engine is gone."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the engine says when to end
     os.nice(10)
     set_process_name("pdkv-grammar")
     control = socket.socket(fileno=control_fd)
-    request = control.recv(MAX_CONTROL_BYTES)
-    if not request:
-        return
-    start = _decode_start(request)
     try:
         vocabulary = Vocabulary.load(Path(start.model_dir), start.vocab_size, start.stop_token_ids)
     except ConfigError as error:
@@ -55,9 +48,7 @@ def main(control_fd: int, slab_fd: int, event_fd: int) -> None:
 class _Zygote:
     """Forks workers, and tells how they end."""
 
-    def __init__(
-        self, control: socket.socket, start: Start, vocabulary: Vocabulary, slab: Slab, event_fd: int
-    ) -> None:
+    def __init__(self, control: socket.socket, start: Start, vocabulary: Vocabulary, slab: Slab, event_fd: int) -> None:
         self._control = control
         self._start = start
         self._vocabulary = vocabulary
@@ -82,12 +73,12 @@ class _Zygote:
         data, fds, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
         if not data:
             return False
-        match _decode_order(data):
-            case Fork(worker=worker):
-                with socket.socket(fileno=fds[0]) as sock:
-                    self._fork(worker, sock)
-            case Kill(worker=worker) if worker in self._pids:
-                os.kill(self._pids[worker], signal.SIGKILL)
+        worker = msgspec.msgpack.decode(data, type=Place).worker
+        if fds:
+            with socket.socket(fileno=fds[0]) as sock:
+                self._fork(worker, sock)
+        elif worker in self._pids:
+            os.kill(self._pids[worker], signal.SIGKILL)
         return True
 
     def _fork(self, worker: int, sock: socket.socket) -> None:
@@ -129,5 +120,5 @@ class _Zygote:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(msgspec.json.decode(sys.argv[1], type=Start), *map(int, sys.argv[2:]))
     os._exit(0)  # at once, and workers with it: to take down what was loaded takes time

@@ -1,4 +1,6 @@
-"""Answers with a shape over real engines: killed in the middle of one, they are valid and what they are undisturbed."""
+"""Answers with a shape over real engines, one of which is killed, or has a grammar that costs too much: they are valid,
+and what they are undisturbed.
+"""
 
 import asyncio
 import json
@@ -7,8 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 from deployments import Launch, Running
-from faults.replies import STREAM, Reply, ask_all, kill_all_decodes
-from traffic import wait_for_rest
+from faults.replies import STREAM, Reply, ask_all, compare, kill_all_decodes
+from kills import num_migrations
+from traffic import Answer, Ask, client_of, send, wait_for_rest
 
 WORD = {"type": "string", "pattern": "^[a-d]{4,9}$"}
 SCHEMA = {
@@ -75,10 +78,65 @@ def test_a_kill_in_the_middle_of_an_object_changes_no_byte(launch: Launch, flags
         kill_amid_streams(deployment, expected, kill_at)
 
 
-def test_a_wrong_grammar_is_a_400_and_harms_nobody(launch: Launch) -> None:
-    deployment = launch("--prefill", "1", "--decode", "1")
+@pytest.fixture(scope="module")
+def deployment(module_launch: Launch) -> Running:
+    return module_launch("--prefill", "1", "--decode", "1", "--grammar-time-s", "0.15")
+
+
+def test_a_wrong_grammar_is_a_400_and_harms_nobody(deployment: Running) -> None:
     reply = deployment.complete("x", structured_outputs={"grammar": 'root ::= "a'})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == "structured_outputs.grammar"
     [choice] = deployment.complete("x", max_tokens=3, structured_outputs={"regex": "ab"}).json()["choices"]
     assert choice["text"] == "ab"
+
+
+LETTERS = "qzxjkv"
+
+
+def stalling(num_rules: int, last: str, go_on: str) -> Ask:
+    """A grammar of 300 letters, and then rules that can be read in more ways than can be counted, as that letter is."""
+    rules = "".join(f'r{i} ::= r{i + 1} r{i + 1} | "b"\n' for i in range(num_rules))
+    grammar = f'root ::= "{50 * LETTERS}" r0\n{rules}r{num_rules} ::= {last}\n'
+    allowed = [2 + ord(letter) - ord("!") for letter in LETTERS + go_on]
+    fields = {**PLAIN, "structured_outputs": {"grammar": grammar}, "allowed_token_ids": allowed}
+    return Ask("Letters:", 1500, stream=True, fields=fields)
+
+
+BESIDE = {
+    **{name: CASES[name] for name in ("greedy", "seeded", "n=2")},
+    "pattern": {**CASES["pattern"], "structured_outputs": {"regex": "([0-9a-f]{8}-){50}z"}},
+    "no shape": {**CASES["no shape"], "max_tokens": 500},
+}
+
+
+def test_a_grammar_that_stalls_is_given_up_and_harms_no_other_request(deployment: Running) -> None:
+    """F81, F34: not those of the same tenant either, whose process ends with it."""
+    expected = asyncio.run(ask_all(deployment, BESIDE, "undisturbed"))
+    pids = deployment.pids()
+    asks = [stalling(150, '"a"?', "b"), stalling(240, '"a"?', "b"), stalling(240, '"a"? | "(" r0 ")"', "(")]
+
+    async def send_beside(salt: str) -> list[Answer]:
+        async with client_of(deployment) as client:
+            others = asyncio.create_task(ask_all(deployment, BESIDE, salt))
+            answers = await asyncio.gather(*(send(client, ask) for ask in asks))
+            compare(await others, expected)
+        return answers
+
+    seen = list[Any]()
+    for salt in ("first", "again"):
+        seen.append([answer.error for answer in asyncio.run(send_beside(salt))])
+        for error in seen[-1]:
+            assert error["param"] == "structured_outputs.grammar"
+            assert error["type"] == "invalid_request_error"
+        topology = deployment.get("/topology").json()["engines"]
+        assert {engine["name"]: engine["pid"] for engine in topology} == pids
+        assert not any(engine["suspect"] for engine in topology)
+        assert num_migrations(deployment) == 0
+    assert seen[0][-1]["code"] == "grammar_given_up"
+    assert "the grammar takes more than 0.15 s of processor time to match (--grammar-time-s)" in seen[0][-1]["message"]
+    # The second time the router refuses it in the same words: an engine says that it gave the grammar up before.
+    assert seen[1] == seen[0]
+    num_given_up = [error["code"] for error in seen[0]].count("grammar_given_up")
+    assert deployment.log.count("characters was given up") == num_given_up
+    wait_for_rest(deployment)

@@ -11,23 +11,10 @@ from pdkv.wire.messages import RequestKey
 
 
 class _Ticket:
-    def __init__(self) -> None:
-        self.value: int | PdkvError | None = None
-        self.is_closed = False
-
-    @property
-    def done(self) -> bool:
-        return self.value is not None
-
-    @property
-    def number(self) -> int:
-        assert self.value is not None
-        if isinstance(self.value, PdkvError):
-            raise self.value
-        return self.value
-
-    def close(self) -> None:
-        self.is_closed = True
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.done = self.is_closed = False
+        self.error: PdkvError | None = None
 
 
 class HeldStore:
@@ -46,7 +33,7 @@ class HeldStore:
         self._drafts: dict[RequestKey, int] = {}
         self._num_words = num_words
         self._is_late = is_late
-        self._known: dict[Grammar, int | PdkvError] = {}
+        self._known: dict[Grammar, PdkvError | None] = {}
         self._held: dict[Grammar, list[_Ticket]] = {}
 
     @property
@@ -56,9 +43,9 @@ class HeldStore:
 
     def settle(self, grammar: Grammar, error: PdkvError | None = None) -> None:
         """The grammar is ready, or refused."""
-        value = self._known[grammar] = len(self._known) if error is None else error
+        self._known[grammar] = error
         for ticket in self._held.pop(grammar, ()):
-            ticket.value = value
+            ticket.done, ticket.error = True, error
 
     def bring(self, index: int = 0) -> None:
         """A mask that was late is there now."""
@@ -71,13 +58,17 @@ class HeldStore:
         return bool(self.failed)
 
     def ask(self, grammar: Grammar, tenant: str) -> _Ticket:
-        ticket = _Ticket()
-        ticket.value = self._known.get(grammar)
+        ticket = _Ticket(len(self.tickets))
+        ticket.done, ticket.error = grammar in self._known, self._known.get(grammar)
         self.tickets.append(ticket)
         self.tenants.append(tenant)
-        if ticket.value is None:
+        if not ticket.done:
             self._held.setdefault(grammar, []).append(ticket)
         return ticket
+
+    def leave(self, ticket: _Ticket) -> None:
+        assert not ticket.is_closed
+        ticket.is_closed = True
 
     def take_failed(self) -> dict[RequestKey, PdkvError]:
         failed, self.failed = self.failed, {}

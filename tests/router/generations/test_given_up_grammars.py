@@ -14,7 +14,7 @@ from pdkv.wire.messages import Failed, Submit
 
 
 def shaped_request(pattern: str) -> GenerateRequest:
-    params = SamplingParams(max_tokens=5, seed=1, grammar=Grammar("regex", pattern))
+    params = SamplingParams(max_tokens=5, seed=1, grammar=Grammar("text", pattern))
     return msgspec.structs.replace(make_request(), params=params)
 
 
@@ -53,11 +53,11 @@ def test_a_grammar_that_an_engine_gave_up_is_refused_for_a_minute_with_the_same_
 def test_only_so_many_are_remembered_and_those_of_late() -> None:
     given_up = GivenUpGrammars()
     for number in range(MAX_GIVEN_UP + 2):
-        given_up.add(Grammar("regex", str(number)), GrammarGivenUp("why"), 0.0)
-        given_up.add(Grammar("regex", "1"), GrammarGivenUp("why"), 0.0)  # again: it is one of late
-    given_up.check(Grammar("regex", "0"), 1.0)
-    given_up.check(Grammar("regex", "2"), 1.0)
+        given_up.add(Grammar("text", str(number)), GrammarGivenUp("why"), 0.0)
+        given_up.add(Grammar("text", "1"), GrammarGivenUp("why"), 0.0)  # again: it is one of late
+    given_up.check(Grammar("text", "0"), 1.0)
+    given_up.check(Grammar("text", "2"), 1.0)
     for number in (1, 3, MAX_GIVEN_UP + 1):
         with pytest.raises(GrammarGivenUp, match="why"):
-            given_up.check(Grammar("regex", str(number)), 1.0)
+            given_up.check(Grammar("text", str(number)), 1.0)
     assert len(given_up._given_up) == MAX_GIVEN_UP
