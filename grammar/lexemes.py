@@ -67,14 +67,15 @@ Rules = Mapping[str, Node]
 
 class Grouping:
     """Rules that allow the same, in which repetitions of a class are runs, also of one among others: (a | b)* is
-    a* (b a*)*.
+    a* (b a*)*. So are rules that end with themselves: of x ::= a x | b, which is a* b, each character would be a level
+    of its own, all of which the library would complete again at each place where it may end.
     """
 
     def __init__(self, rules: Rules) -> None:
         """`rules`: root is among them, and all that they refer to."""
-        self._rules = rules
+        self._rules = {name: _repeating(name, node) for name, node in rules.items()}
         self.rules: dict[str, Node] = {}
-        for name, node in rules.items():
+        for name, node in self._rules.items():
             self.rules[name] = self._grouped(node)
 
     def _grouped(self, node: Node) -> Node:
@@ -125,6 +126,17 @@ class Grouping:
                 found = [self._class(branch, known) for branch in branches]
                 return None if None in found else tuple(pair for ranges in found for pair in ranges or ())
         return None
+
+
+def _repeating(name: str, node: Node) -> Node:
+    again, others = list[Node](), list[Node]()
+    for branch in node.branches if isinstance(node, Either) else ():
+        match branch:
+            case Sequence((*parts, Ref(last))) if last == name and Ref(name) not in parts:
+                again.append(parts[0] if len(parts) == 1 else Sequence(tuple(parts)))
+            case _:
+                others.append(branch)
+    return Sequence((Repeat(Either(tuple(again)), 0, None), Either(tuple(others)))) if again and others else node
 
 
 class Places:

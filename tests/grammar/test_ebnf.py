@@ -112,6 +112,7 @@ def test_random_grammars_allow_what_they_say(byte_grammars: ByteGrammars, seed: 
         ('root ::= "(" root ")" | name | "call " [a-z]\nname ::= [a-z]+', ["(call)", "call x"], ["call xy", "()"]),
         ('root ::= t* | "(" root ")"\nt ::= l | "\\\\" root "."\nl ::= [a-d] | [d-z]', ["", "a\\(b).c"], ["a\\", "(a"]),
         ('root ::= ([^"\\n] | "\\"" root "\\"")+', ['a"b"c', "é\t."], ["", "a\n", 'a""']),
+        ('root ::= [a-z] root | "(" root ")" root | ""', ["", "ab(c(d)e)f"], ["(", "a)"]),
         ('root ::= "\\u00e9\\x41\\U0001F600\\n" | ":" root', [":éA😀\n"], ["éA😀"]),
         ("root ::= [^\\x00-\\uD7FF] | [\\]\\-^] root", ["\ue000", "]-^😀"], ["a", "^"]),
         ('root ::= "a"{2,3} "b"{0} "c"{0,2} | "(" root ")"', ["(aa)", "aaacc"], ["a", "aaaa", "aab", "aaccc"]),
@@ -122,10 +123,11 @@ def test_what_grammars_mean(byte_grammars: ByteGrammars, grammar: str, texts: li
     assert not any(byte_grammars.accepts(made(grammar), text) for text in others)
 
 
-@pytest.mark.parametrize("free", ['[^"]*', '([^"\\\\] | "\\\\" ["\\\\n])*', "char*"])
+@pytest.mark.parametrize("free", ['[^"]*', '([^"\\\\] | "\\\\" ["\\\\n])*', "char*", "chars"])
 def test_free_text_within_a_grammar_is_read_in_one_piece(free: str) -> None:
     """In single characters its masks take a hundred times as long."""
     string = f'string ::= "\\"" {free} "\\""\nchar ::= [^"\\\\] | [\\\\] ["\\n]'
+    string += '\nchars ::= "" | [^"\\\\] chars | [\\\\] ["\\n] chars'
     rules = ebnf(f'root ::= "[" root "]" | string\n{string}').rules
     assert any(re.search(r"\]\{1,\}/", body) for body in rules.values())
 
