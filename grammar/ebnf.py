@@ -1,13 +1,15 @@
 """EBNF of clients, as xgrammar and llama.cpp (GBNF) write it, in the library's dialect of Lark."""
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
-from typing import NamedTuple, NoReturn
 
 from pdkv.errors import InvalidRequest
-from pdkv.grammar.formats import Format, named
-from pdkv.grammar.lexemes import Chars, Either, Lexeme, Node, Ref, Repeat, Sequence, lexemes_of
+from pdkv.grammar.formats import Format
+from pdkv.grammar.formats import text as quoted
+from pdkv.grammar.lexemes import Chars, Either, Grouping, Node, Places, Ranges, Ref, Repeat, Rules, Sequence
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 
@@ -15,16 +17,17 @@ MAX_REPEAT = 10_000
 """The largest count of a repetition."""
 
 _TOKEN = re.compile(
-    r"(?P<skip>(?:\s|#[^\n]*)+)|(?P<rule>[A-Za-z_][\w.-]*\s*::=)|(?P<name>[A-Za-z_][\w.-]*)"
+    r"(?P<skip>(?:\s|#[^\n]*)+)|(?P<rule>[A-Za-z_][\w.-]*)\s*::=|(?P<name>[A-Za-z_][\w.-]*)"
     r'|(?P<text>"(?:\\.|[^"\\\n])*")|(?P<bracket>\[(?:\\.|[^\]\\\n])*\])'
     r"|(?P<counts>\{\s*[0-9]*\s*(?:,\s*[0-9]*)?\s*\})|(?P<mark>[()|*+?.])"
 )
-_CHAR = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU0-9])|[^\\]", re.DOTALL)
+_CHAR = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfvba]|[^a-zA-Z0-9])|[^\\]", re.DOTALL)
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a"}
 _LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
 
 
-def ebnf(text: str, time: SchemaTime | None = None) -> Format:
+def ebnf(grammar: str, time: SchemaTime | None = None) -> Format:
     """The format of a grammar.
 
     Args:
@@ -34,10 +37,13 @@ def ebnf(text: str, time: SchemaTime | None = None) -> Format:
         InvalidRequest: it is none, or takes too long; names the line.
         RequestAborted: nobody waits for it any more.
     """
-    time = time or SchemaTime()
-    rules = _Reader(text).rules()
-    prefix = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return _Writer(rules, lexemes_of(rules, time), prefix).format()
+    reader = _Reader(grammar)
+    rules = reader.rules()
+    prefix = "e_" + blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    if reader.is_regular:  # then all of it is one lexeme: its rules are terminals, whose names are in capitals
+        return _Writer(rules, set(), prefix.upper()).format()
+    rules = Grouping(rules).rules
+    return _Writer(rules, Places(rules, time or SchemaTime()).exact_runs(), prefix).format()
 
 
 class _Reader:
@@ -47,6 +53,7 @@ class _Reader:
         self._text = text
         self._tokens: list[tuple[str, str, int]] = []  # kind, text, place
         self._i = 0
+        self.is_regular = False  # known behind `rules`: no rule refers to itself
 
     def rules(self) -> dict[str, Node]:
         """By name; those that are referred to are there, and root."""
@@ -54,27 +61,37 @@ class _Reader:
         while place < len(self._text):
             found = _TOKEN.match(self._text, place)
             if found is None:
-                self._fail(f"cannot be read at {clip(self._text[place : place + 20])!r}", place)
-            if found.lastgroup != "skip":
-                self._tokens.append((str(found.lastgroup), found[0], place))
+                raise self._wrong(f"cannot be read at {clip(self._text[place : place + 20])!r}", place)
+            if (kind := str(found.lastgroup)) != "skip":
+                self._tokens.append((kind, found[kind], place))
             place = found.end()
         self._tokens.append(("end", "the end", place))
         rules: dict[str, Node] = {}
         while (token := self._next())[0] != "end":
             if token[0] != "rule":
-                self._fail(f"must have a rule, name ::= …, in the place of {clip(token[1])!r}", token[2])
-            name = token[1].removesuffix("::=").rstrip()
-            if name in rules:
-                self._fail(f"has two rules for {clip(name)!r}", token[2])
-            rules[name] = self._either()
-        for kind, name, place in (*self._tokens, ("name", "root", 0)):
-            if kind == "name" and name not in rules:
-                self._fail(f"has no rule for {clip(name)!r}", place)
+                raise self._wrong(f"must have a rule, name ::= …, in the place of {clip(token[1])!r}", token[2])
+            if token[1] in rules:
+                raise self._wrong(f"has two rules for {clip(token[1])!r}", token[2])
+            rules[token[1]] = self._either()
+        self._check_names(rules)
         return rules
 
-    def _fail(self, why: str, place: int) -> NoReturn:
+    def _check_names(self, rules: Rules) -> None:
+        needs, user = TopologicalSorter[str](), ""
+        for kind, name, place in (*self._tokens, ("rule", "", 0), ("name", "root", 0)):
+            if kind == "rule":
+                user = name
+            elif kind == "name":
+                needs.add(user, name)
+                if name not in rules:
+                    raise self._wrong(f"has no rule for {clip(name)!r}", place)
+        with contextlib.suppress(CycleError):
+            needs.prepare()
+            self.is_regular = True
+
+    def _wrong(self, why: str, place: int) -> InvalidRequest:
         line = self._text.count("\n", 0, place) + 1
-        raise InvalidRequest(f"the grammar {why}, in line {line}")
+        return InvalidRequest(f"the grammar {why}, in line {line}")
 
     def _next(self) -> tuple[str, str, int]:
         self._i += 1
@@ -96,7 +113,7 @@ class _Reader:
         while True:
             kind, text, _ = self._tokens[self._i]
             if kind in ("end", "rule") or text in ("|", ")"):
-                return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+                return _in_turn(parts)
             parts.append(self._repeated(self._part(*self._next())))
 
     def _part(self, kind: str, text: str, place: int) -> Node:
@@ -104,7 +121,7 @@ class _Reader:
             case "name":
                 return Ref(text)
             case "text":
-                return Sequence(tuple(Chars(((code, code),)) for code in self._codes(text[1:-1], place)))
+                return _in_turn([Chars(((code, code),)) for code, _ in self._chars(text[1:-1], place)])
             case "bracket":
                 return self._bracket(text[1:-1], place)
             case "mark" if text == ".":
@@ -112,9 +129,11 @@ class _Reader:
             case "mark" if text == "(":
                 inner = self._either()
                 if not self._takes(")"):
-                    self._fail(f"must have a closing parenthesis in the place of {clip(self._tokens[self._i][1])!r}", place)
+                    raise self._wrong(
+                        f"must have a closing parenthesis in the place of {clip(self._tokens[self._i][1])!r}", place
+                    )
                 return inner
-        self._fail(f"must have something in front of {clip(text)!r}", place)
+        raise self._wrong(f"must have something in front of {clip(text)!r}", place)
 
     def _repeated(self, part: Node) -> Node:
         kind, text, place = self._tokens[self._i]
@@ -127,11 +146,10 @@ class _Reader:
         first, comma, last = (piece.strip() for piece in text[1:-1].partition(","))
         least, most = int(first or 0), int(last) if last else None if comma else int(first or 0)
         if max(least, most or 0) > MAX_REPEAT or (most is not None and least > most) or text.strip("{} ") == "":
-            self._fail(f"must repeat up to {MAX_REPEAT} times, and most not less than least: got {clip(text)}", place)
-        return Repeat(part, least, most)
-
-    def _codes(self, text: str, place: int) -> Iterator[int]:
-        return (code for code, _ in self._chars(text, place))
+            raise self._wrong(
+                f"must repeat up to {MAX_REPEAT} times, and most not less than least: got {clip(text)}", place
+            )
+        return Repeat(part, least, most) if most != 0 else Sequence(())
 
     def _chars(self, text: str, place: int) -> Iterator[tuple[int, bool]]:
         """Code points, and whether each stands for itself, unescaped."""
@@ -139,11 +157,17 @@ class _Reader:
         while at < len(text):
             found = _CHAR.match(text, at)
             if found is None:
-                self._fail(f"has an escape that is not known: {clip(text[at : at + 10])!r}", place)
+                raise self._wrong(f"has an escape that is not known: {text[at : at + 2]}", place)
             char = found[0]
-            code = ord(char) if len(char) == 1 else int(char[2:], 16) if len(char) > 2 else ord(_CONTROLS.get(char[1], char[1]))
-            if code > _LAST or 0xD800 <= code <= 0xDFFF:
-                self._fail(f"has a character that is none: {clip(char)!r}", place)
+            code = (
+                ord(char)
+                if len(char) == 1
+                else int(char[2:], 16)
+                if len(char) > 2
+                else ord(_CONTROLS.get(char[1], char[1]))
+            )
+            if code > _LAST or _SURROGATES[0] <= code <= _SURROGATES[1]:
+                raise self._wrong(f"has a character that is none: {clip(char)!r}", place)
             yield code, len(char) == 1
             at = found.end()
 
@@ -155,30 +179,34 @@ class _Reader:
             is_range = i + 2 < len(chars) and chars[i + 1] == (ord("-"), True)
             ranges.append((chars[i][0], chars[i + 2 if is_range else i][0]))
             if ranges[-1][0] > ranges[-1][1]:
-                self._fail(f"has a range from a character to an earlier one in [{clip(text)}]", place)
+                raise self._wrong(f"has a range from a character to an earlier one in [{clip(text)}]", place)
             i += 3 if is_range else 1
-        return Chars(_complement(ranges) if negated else tuple(ranges))
+        allowed = _complement(ranges) if negated else tuple(ranges)
+        if not allowed:
+            raise self._wrong(f"has a class that no character is in: [{clip(text)}]", place)
+        return Chars(allowed)
 
 
-def _complement(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _in_turn(parts: list[Node]) -> Node:
+    return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+
+def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
     others, at = [], 0
-    for first, last in sorted(ranges):
+    for first, last in sorted((*ranges, _SURROGATES, (_LAST + 1, _LAST + 1))):
         if at < first:
             others.append((at, first - 1))
         at = max(at, last + 1)
-    return (*others, (at, _LAST)) if at <= _LAST else tuple(others)
+    return tuple(others)
 
 
 class _Writer:
-    """Lark of one grammar."""
+    """Lark of one grammar, in which the runs named are lexemes."""
 
-    def __init__(self, rules: dict[str, Node], made: dict[str, Node], prefix: str) -> None:
-        self._rules = rules
-        self._names = {name: f"e_{prefix}_{i}" for i, name in enumerate(made)}
-        self._terminals: dict[str, str] = {}
-        self._lark: dict[str, str] = {}
-        for name, node in made.items():
-            self._lark[self._names[name]] = self._write(node)
+    def __init__(self, rules: Rules, runs: set[Chars], prefix: str) -> None:
+        self._runs = runs
+        self._names = {name: f"{prefix}_{i}" for i, name in enumerate(rules)}
+        self._lark = {self._names[name]: self._write(node) for name, node in rules.items()}
 
     def format(self) -> Format:
         """All of it."""
@@ -186,41 +214,31 @@ class _Writer:
 
     def _write(self, node: Node) -> str:
         match node:
-            case Lexeme(inner):
-                made = named(self._terminal(inner), terminal=True)
-                self._lark |= made.rules
-                return made.expression
             case Ref(name):
                 return self._names[name]
-        return _written(node, self._write)
-
-    def _terminal(self, node: Node) -> str:
-        """What a lexeme is made of; regular rules are terminals of their own, each once."""
-        match node:
-            case Chars():
-                return f"/[{_ranges(node)}]/"
-            case Ref(name):
-                if name not in self._terminals:
-                    made = named(self._terminal(self._rules[name]), terminal=True)
-                    self._lark |= made.rules
-                    self._terminals[name] = made.expression
-                return self._terminals[name]
-            case Sequence(parts) if parts and all(isinstance(part, Chars) for part in parts):
-                return f"/{''.join(f'[{_ranges(part)}]' for part in parts)}/"
-        return _written(node, self._terminal)
-
-
-def _written(node: Node, write: Callable[[Node], str]) -> str:
-    match node:
-        case Sequence(parts):
-            return f"({' '.join(map(write, parts))})" if parts else '""'
-        case Either(branches):
-            return f"({' | '.join(map(write, branches))})"
-        case Repeat(part, least, most):
-            return f"({write(part)}){{{least},{'' if most is None else most}}}"
-    raise AssertionError(node)
+            case Chars(ranges, least, most) if node in self._runs:
+                run = f"/[{_ranges(ranges)}]{_counts(max(least, 1), most)}/"
+                return run if least else f"({run})?"
+            case Chars(ranges, least, most) if node.is_run:
+                return self._write(Repeat(Chars(ranges), least, most))
+            case Chars(((first, last),)) if first == last:
+                return quoted(chr(first)).expression
+            case Chars(ranges):
+                return f"/[{_ranges(ranges)}]/"
+            case Sequence(parts):
+                return f"({' '.join(map(self._write, parts))})" if parts else '""'
+            case Either(branches):
+                return f"({' | '.join(map(self._write, branches))})"
+            case Repeat(part, least, most):
+                return f"({self._write(part)}){_counts(least, most)}"
+        raise AssertionError(node)
 
 
-def _ranges(chars: Node) -> str:
-    assert isinstance(chars, Chars)
-    return "".join(f"\\x{{{first:X}}}-\\x{{{last:X}}}" if first != last else f"\\x{{{first:X}}}" for first, last in chars.ranges)
+def _counts(least: int, most: int | None) -> str:
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _ranges(ranges: Ranges) -> str:
+    return "".join(
+        f"\\x{{{first:X}}}-\\x{{{last:X}}}" if first != last else f"\\x{{{first:X}}}" for first, last in ranges
+    )

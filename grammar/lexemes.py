@@ -1,10 +1,13 @@
-"""Which parts of a grammar are read in one piece, and whether that leaves every text that the grammar allows.
+"""Which parts of a grammar are read in one piece, so that this leaves every text that the grammar allows.
 
-The library reads lexemes: each goes on as long as any that may stand there can. What one lexeme allows is exact, whatever
-it is made of. But one that could go on with a character with which the next may begin swallows it.
+The library reads lexemes: each goes on as long as any that may stand there can. So a lexeme is one character, which is
+always exact, or a run of characters of one class, where nothing else may stand that has one of them: a free text, a
+name, spaces. Of free text in single characters a mask takes a hundred times as long.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from pdkv.grammar.schema_time import SchemaTime
@@ -12,15 +15,24 @@ from pdkv.grammar.schema_time import SchemaTime
 Ranges = tuple[tuple[int, int], ...]
 """Code points, first and last of each range."""
 
-_MAX_POSITIONS = 4000
-_MAX_PAIRS = 100_000
-"""Of a grammar whose lexemes are looked at; beyond that each character is one."""
+_MAX_PLACES, _MAX_PAIRS = 4000, 200_000
+"""Of a grammar whose runs are looked at; beyond that each character is a lexeme."""
+
+_MAX_APART = 16
+"""Characters of a class, so many and no fewer, of which each has a place of its own."""
 
 
 class Chars(NamedTuple):
-    """One character."""
+    """So many characters of one class: one, or a run."""
 
     ranges: Ranges
+    least: int = 1
+    most: int | None = 1
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it may be other than one character."""
+        return self[1:] != (1, 1)
 
 
 class Ref(NamedTuple):
@@ -49,267 +61,193 @@ class Repeat(NamedTuple):
     most: int | None
 
 
-class Lexeme(NamedTuple):
-    """Something regular that is read in one piece."""
-
-    node: "Node"
-
-
-Node = Chars | Ref | Sequence | Either | Repeat | Lexeme
+Node = Chars | Ref | Sequence | Either | Repeat
 Rules = Mapping[str, Node]
 
 
-def lexemes_of(rules: Rules, time: SchemaTime) -> dict[str, Node]:
-    """The rules with lexemes in them, root and those that it needs: as large ones as leave all texts, or characters."""
-    regular = _regular(rules, time)
-    made = {name: _grouped(node, regular) for name, node in rules.items() if name not in regular or name == "root"}
-    if "root" in regular or _Follow(rules, made, time).is_exact():
-        return made
-    return {name: _grouped(node, None) for name, node in rules.items()}
+class Grouping:
+    """Rules that allow the same, in which repetitions of a class are runs, also of one among others: (a | b)* is
+    a* (b a*)*. So are rules that end with themselves: of x ::= a x | b, which is a* b, each character would be a level
+    of its own, all of which the library would complete again at each place where it may end.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        """`rules`: root is among them, and all that they refer to."""
+        self._rules = {name: _repeating(name, node) for name, node in rules.items()}
+        self.rules: dict[str, Node] = {}
+        for name, node in self._rules.items():
+            self.rules[name] = self._grouped(node)
+
+    def _grouped(self, node: Node) -> Node:
+        match node:
+            case Sequence(parts):
+                return Sequence(tuple(map(self._grouped, parts)))
+            case Either(branches):
+                return Either(tuple(map(self._grouped, branches)))
+            case Repeat(part, least, most):
+                return self._repeated(part, least, most)
+        return node
+
+    def _repeated(self, part: Node, least: int, most: int | None) -> Node:
+        name = part.name if isinstance(part, Ref) else ""
+        node = self._rules.get(name, part)
+        branches = node.branches if isinstance(node, Either) else (node,)
+        classes = [self._class(branch, set()) for branch in branches]
+        ranges = tuple(pair for found in classes for pair in found or ())
+        others = tuple(branch for branch, found in zip(branches, classes, strict=True) if found is None)
+        if ranges and not others:
+            if least == most and least <= _MAX_APART:
+                return Sequence(tuple(Chars(ranges) for _ in range(least)))
+            return Chars(ranges, least, most)
+        if not ranges or most is not None or least > 1:
+            return Repeat(self._grouped(part), least, most)
+        rest = self._grouped(Either(others)) if not name else self._rest(name, others)
+        run = Chars(ranges, 0, None)
+        return Sequence((*[self._grouped(part)] * least, run, Repeat(Sequence((rest, run)), 0, None)))
+
+    def _rest(self, name: str, others: "tuple[Node, ...]") -> Ref:
+        rest = Ref(f"{name} but characters")  # a name that no client's rule has
+        if rest.name not in self.rules:
+            self.rules[rest.name] = rest  # in case that it needs itself
+            self.rules[rest.name] = self._grouped(Either(others))
+        return rest
+
+    def _class(self, node: Node, known: set[str]) -> Ranges | None:
+        """The characters of which the node is one, but for those of the rules that are known; None: it is more."""
+        match node:
+            case Chars(ranges):
+                return ranges
+            case Ref(name):
+                if name in known:
+                    return ()
+                known.add(name)
+                return self._class(self._rules[name], known)
+            case Either(branches):
+                found = [self._class(branch, known) for branch in branches]
+                return None if None in found else tuple(pair for ranges in found for pair in ranges or ())
+        return None
 
 
-def _references(node: Node) -> Iterable[str]:
-    match node:
-        case Ref(name):
-            yield name
-        case Sequence(parts) | Either(parts):
-            for part in parts:
-                yield from _references(part)
-        case Repeat(part):
-            yield from _references(part)
+def _repeating(name: str, node: Node) -> Node:
+    again, others = list[Node](), list[Node]()
+    for branch in node.branches if isinstance(node, Either) else ():
+        match branch:
+            case Sequence((*parts, Ref(last))) if last == name and Ref(name) not in parts:
+                again.append(parts[0] if len(parts) == 1 else Sequence(tuple(parts)))
+            case _:
+                others.append(branch)
+    return Sequence((Repeat(Either(tuple(again)), 0, None), Either(tuple(others)))) if again and others else node
 
 
-def _regular(rules: Rules, time: SchemaTime) -> set[str]:
-    """The rules that refer to no rule that refers to itself."""
-    needs = {name: set(_references(node)) for name, node in rules.items()}
-    users: dict[str, list[str]] = {}
-    for name, needed in needs.items():
-        for other in needed:
-            users.setdefault(other, []).append(name)
-    regular, ready = set[str](), [name for name, needed in needs.items() if not needed]
-    while ready:
-        time.check()
-        name = ready.pop()
-        regular.add(name)
-        for user in users.get(name, ()):
-            needs[user].discard(name)
-            if not needs[user]:
-                ready.append(user)
-    return regular
+class Places:
+    """Of characters in a grammar: which may stand behind each, and beside it, behind the same text.
 
+    Where a rule is referred to is left out of account, so these may be more than there are. Sets are bits of an int.
+    """
 
-def _grouped(node: Node, regular: set[str] | None) -> Node:
-    made, is_regular = _group(node, regular)
-    return Lexeme(made) if is_regular else made
-
-
-def _group(node: Node, regular: set[str] | None) -> tuple[Node, bool]:
-    """The node, and whether it is regular; if not, what is within it is made lexemes. None: each character is one."""
-    match node:
-        case Chars():
-            return (Lexeme(node), False) if regular is None else (node, True)
-        case Ref(name):
-            return node, regular is not None and name in regular
-        case Repeat(part, least, most):
-            made, is_regular = _group(part, regular)
-            return Repeat(made, least, most), is_regular
-        case Either(branches):
-            parts = [_group(branch, regular) for branch in branches]
-            if all(is_regular for _, is_regular in parts):
-                return node, True
-            alike = [part for part, is_regular in parts if is_regular]
-            others = [part for part, is_regular in parts if not is_regular]
-            return Either((*others, *([Lexeme(Either(tuple(alike)))] if alike else []))), False
-        case Sequence(members):
-            parts = [_group(part, regular) for part in members]
-            if regular is not None and all(is_regular for _, is_regular in parts):
-                return node, True
-            made_parts, run = list[Node](), list[Node]()
-            for part, is_regular in (*parts, (Sequence(()), False)):
-                if is_regular:
-                    run.append(part)
-                    continue
-                if run:
-                    made_parts.append(Lexeme(Sequence(tuple(run))))
-                made_parts.append(part)
-                run = []
-            return Sequence(tuple(made_parts[:-1])), False
-    return node, False
-
-
-class _Follow:
-    """What may stand behind the lexemes of a grammar, and whether one could swallow it."""
-
-    def __init__(self, rules: Rules, made: Rules, time: SchemaTime) -> None:
+    def __init__(self, rules: Rules, time: SchemaTime) -> None:
+        """`rules`: of a `Grouping`; `time`: what it may take."""
         self._rules = rules
-        self._made = made
         self._time = time
-        self._first: dict[str, tuple[frozenset[Lexeme], bool]] = dict.fromkeys(made, (frozenset(), False))
-        self._behind: dict[str, set[Lexeme]] = {name: set() for name in made}
-        self._next: dict[Lexeme, set[Lexeme]] = {}
-        self._starts: dict[Node, tuple[Ranges, bool]] = {}
-        self._chars: list[Ranges] = []  # by position: a character in a lexeme
-        self._goes_on: list[set[int]] = []  # the positions that may follow each
+        self._places: dict[Chars | int, int] = {}  # a run is one place wherever it stands
+        self._ranges: list[Ranges] = []
+        self._next: list[int] = []  # by place
+        self._first = dict.fromkeys(rules, (0, False))
+        self._behind = dict.fromkeys(rules, 0)
+        self._is_done = False
+        self._meets: dict[Ranges, int] = {}
 
-    def is_exact(self) -> bool:
-        """Whether no lexeme can go on with a character with which what follows may begin."""
+    def exact_runs(self) -> set[Chars]:
+        """Those beside and behind which nothing else may stand that has a character in common with them.
+
+        Raises:
+            InvalidRequest: it takes too long.
+            RequestAborted: nobody waits for it any more.
+        """
         self._find_next()
-        begins, ends = set[int](), dict[int, Ranges]()
-        for lexeme, following in self._next.items():
-            first, last, _ = self._positions(lexeme.node)
-            if len(self._chars) > _MAX_POSITIONS:
-                return False
-            begins |= first
-            behind = tuple(pair for other in following for pair in self._begin(lexeme, other))
-            ends |= dict.fromkeys(last, behind)
-        seen = {(p, q) for p in begins for q in begins if self._meet(p, q)}
-        pending = list(seen)
-        while pending:
-            self._time.check()
-            p, q = pending.pop()
-            if p in ends and any(_meet(ends[p], self._chars[after]) for after in self._goes_on[q]):
-                return False
-            more = {(a, b) for a in self._goes_on[p] for b in self._goes_on[q] if self._meet(a, b)} - seen
-            seen |= more
-            pending += more
-            if len(seen) > _MAX_PAIRS:
-                return False
-        return True
-
-    def _meet(self, p: int, q: int) -> bool:
-        return _meet(self._chars[p], self._chars[q])
-
-    # --- which lexemes follow which -----------------------------------------------------------------------------------
+        runs = {run: place for run, place in self._places.items() if isinstance(run, Chars)}
+        beside = self._beside(runs.values()) if runs and len(self._next) <= _MAX_PLACES else [-1] * len(self._next)
+        return {
+            run
+            for run, place in runs.items()
+            # Behind itself it may stand where it need not be there, as the first one takes all of them.
+            if beside[place] in (0, 1 << place) and (run[1:] == (0, None) or not self._next[place] >> place & 1)
+        }
 
     def _find_next(self) -> None:
-        size = -1
-        while size != (size := self._size()):
-            for name, node in self._made.items():
+        names = list(self._rules)
+        while not self._is_done and len(self._next) <= _MAX_PLACES:
+            self._is_done = True
+            for name in names:
                 self._time.check()
-                self._first[name] = self._walk(node, frozenset(self._behind[name]))
+                first = self._walk(self._rules[name], self._behind[name])
+                self._is_done &= first == self._first[name]
+                self._first[name] = first
+            names.reverse()
 
-    def _size(self) -> int:
-        sets = (*self._behind.values(), *self._next.values(), *(first for first, _ in self._first.values()))
-        return sum(map(len, sets)) + sum(is_empty for _, is_empty in self._first.values())
-
-    def _walk(self, node: Node, behind: frozenset[Lexeme]) -> tuple[frozenset[Lexeme], bool]:
-        """The lexemes with which a node may begin, and whether it may be empty; notes what follows those in it."""
+    def _walk(self, node: Node, behind: int) -> tuple[int, bool]:
+        """The places with which a node may begin, and whether it may be empty; notes what stands behind those in it."""
+        first, is_empty = 0, False
         match node:
-            case Lexeme():
-                self._next.setdefault(node, set()).update(behind)
-                return frozenset({node}), self._start(node.node)[1]
+            case Chars(ranges, least):
+                place = self._places.setdefault(node if node.is_run else id(node), len(self._next))
+                if place == len(self._next):
+                    self._next.append(0)
+                    self._ranges.append(ranges)
+                self._next[place] |= behind
+                return 1 << place, least == 0
             case Ref(name):
+                self._is_done &= not behind & ~self._behind[name]
                 self._behind[name] |= behind
                 return self._first[name]
             case Either(branches):
-                walked = [self._walk(branch, behind) for branch in branches]
-                return frozenset().union(*(first for first, _ in walked)), any(is_empty for _, is_empty in walked)
+                for branch in branches:
+                    begin, may_be_empty = self._walk(branch, behind)
+                    first, is_empty = first | begin, is_empty or may_be_empty
             case Repeat(part, least, most):
                 first, is_empty = self._walk(part, behind)
                 if most != 1:
-                    first, is_empty = self._walk(part, behind | first)
-                return first, is_empty or least == 0
+                    self._walk(part, behind | first)
+                is_empty = is_empty or least == 0
             case Sequence(parts):
                 is_empty = True
-                first = frozenset[Lexeme]()
                 for part in reversed(parts):
                     begin, may_be_empty = self._walk(part, behind)
-                    behind = behind | begin if may_be_empty else begin
-                    first = first | begin if may_be_empty else begin
+                    behind, first = (behind | begin, first | begin) if may_be_empty else (begin, begin)
                     is_empty = is_empty and may_be_empty
-                return first, is_empty
-        raise AssertionError(node)
+        return first, is_empty
 
-    # --- characters -----------------------------------------------------------------------------------------------
-
-    def _begin(self, lexeme: Lexeme, other: Lexeme) -> Ranges:
-        """With what `other` may begin that `lexeme` must leave to it. If it ends with any number of some characters, it
-        may take those of them, too, of which `other` needs none.
-        """
-        node = self._resolved(other.node)
-        taken = self._edge(lexeme.node, -1)
-        if taken is not None and taken == self._edge(node, 0):
-            node = Sequence(node.parts[1:]) if isinstance(node, Sequence) else Sequence(())
-        return self._start(node)[0]
-
-    def _resolved(self, node: Node) -> Node:
-        while isinstance(node, Ref) or (isinstance(node, Sequence) and len(node.parts) == 1):
-            node = self._rules[node.name] if isinstance(node, Ref) else node.parts[0]
-        return node
-
-    def _edge(self, node: Node, index: int) -> Node | None:
-        """The characters of which any number may stand at an edge."""
-        node = self._resolved(node)
-        if isinstance(node, Sequence) and node.parts:
-            return self._edge(node.parts[index], index)
-        is_any = isinstance(node, Repeat) and node.most is None and node.least <= -index
-        return node.part if is_any and isinstance(node.part, Chars) else None
-
-    def _start(self, node: Node) -> tuple[Ranges, bool]:
-        """With what a regular node may begin, and whether it may be empty."""
-        if node not in self._starts:
+    def _beside(self, runs: Iterable[int]) -> list[int]:
+        """By place: which may stand there as well, with a character in common; all of them, if that takes long."""
+        goes_on = list(self._next)
+        for place in runs:
+            goes_on[place] |= 1 << place
+        found, num_pairs = [0] * len(goes_on), 0
+        first, _ = self._first["root"]
+        pending = [(place, first) for place in _bits(first)]
+        while pending and num_pairs <= _MAX_PAIRS:
             self._time.check()
-            self._starts[node] = self._started(node)
-        return self._starts[node]
+            place, others = pending.pop()
+            new = others & self._meeting(place) & ~found[place]
+            found[place] |= new
+            num_pairs += new.bit_count()
+            after = reduce(or_, (goes_on[other] for other in _bits(new)), 0)
+            pending += ((behind, after) for behind in _bits(goes_on[place] if after else 0))
+        return [-1] * len(found) if pending else found
 
-    def _started(self, node: Node) -> tuple[Ranges, bool]:
-        match node:
-            case Chars(ranges):
-                return ranges, False
-            case Ref(name):
-                return self._start(self._rules[name])
-            case Either(branches):
-                starts = [self._start(branch) for branch in branches]
-                return tuple({pair for ranges, _ in starts for pair in ranges}), any(is_empty for _, is_empty in starts)
-            case Repeat(part, least, most):
-                ranges, is_empty = self._start(part)
-                return (ranges, is_empty or least == 0) if most != 0 else ((), True)
-            case Sequence(parts):
-                begin: Ranges = ()
-                for part in parts:
-                    ranges, is_empty = self._start(part)
-                    begin += ranges
-                    if not is_empty:
-                        return begin, False
-                return begin, True
-        raise AssertionError(node)
-
-    def _positions(self, node: Node) -> tuple[set[int], set[int], bool]:
-        """The positions with which a regular node may begin and end, and whether it may be empty (Glushkov)."""
-        self._time.check()
-        match node:
-            case _ if len(self._chars) > _MAX_POSITIONS:
-                return set(), set(), True
-            case Chars(ranges):
-                self._chars.append(ranges)
-                self._goes_on.append(set())
-                position = {len(self._chars) - 1}
-                return position, position, False
-            case Ref(name):
-                return self._positions(self._rules[name])
-            case Either(branches):
-                made = [self._positions(branch) for branch in branches]
-                return set().union(*(m[0] for m in made)), set().union(*(m[1] for m in made)), any(m[2] for m in made)
-            case Repeat(part, least, most):
-                first, last, is_empty = self._positions(part)
-                if most != 1:
-                    self._join(last, first)
-                return first, last, is_empty or least == 0
-            case Sequence(parts):
-                first, last, is_empty = set[int](), set[int](), True
-                for part in parts:
-                    begin, end, may_be_empty = self._positions(part)
-                    self._join(last, begin)
-                    first |= begin if is_empty else set()
-                    last = last | end if may_be_empty else end
-                    is_empty = is_empty and may_be_empty
-                return first, last, is_empty
-        raise AssertionError(node)
-
-    def _join(self, last: set[int], first: set[int]) -> None:
-        for position in last:
-            self._goes_on[position] |= first
+    def _meeting(self, place: int) -> int:
+        """The places that have a character in common with this one."""
+        ones = self._ranges[place]
+        if ones not in self._meets:
+            self._meets[ones] = sum(
+                1 << other
+                for other, ranges in enumerate(self._ranges)
+                if any(one[0] <= pair[1] and pair[0] <= one[1] for one in ones for pair in ranges)
+            )
+        return self._meets[ones]
 
 
-def _meet(ones: Ranges, others: Ranges) -> bool:
-    return any(one[0] <= other[1] and other[0] <= one[1] for one in ones for other in others)
+def _bits(places: int) -> Iterator[int]:
+    while places:
+        yield (places & -places).bit_length() - 1
+        places &= places - 1

@@ -26,7 +26,7 @@ WITH_WHAT_THEY_NEED = [
     "uvloop",
     "xxhash",
 ]
-ALONE = ["apache-tvm-ffi", "nixl-cu13", "xgrammar"]  # torch is there
+ALONE = ["llguidance", "nixl-cu13"]  # torch is there
 UNUSED = ["nixl_ep_cu13", "numpy", "numpy.libs"]  # 95 MB of experts' communication; torch brings numpy
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17)] + ["manylinux2014_x86_64"]
 MAX_BYTES = 48 << 20

@@ -3,7 +3,7 @@
     python -m soak.shapes --requests 500
 
 One prefill and one decode engine. The gaps of the streams and the time of honest answers are compared with those of a
-quiet run of the same; no process ends but those that compile, whose bounds end them.
+quiet run of the same; no process ends but those that match grammars, whose bounds end them.
 """
 
 import argparse
@@ -61,8 +61,8 @@ class Result(msgspec.Struct, kw_only=True):
     gaps: dict[str, Any] = {}
     honest_before_ms: dict[str, float] = {}
     honest_ms: dict[str, float] = {}
-    resident_mib: dict[str, tuple[int, int]] = {}  # before, at worst; all that compile together
-    num_compilers: int = 0  # processes that compiled: more than two were ended by their bounds
+    resident_mib: dict[str, tuple[int, int]] = {}  # before, at worst; all of a name together
+    num_matching: int = 0  # processes that matched grammars: more than two of an engine's were ended by their bounds
     violations: list[str] = []
 
 
@@ -74,7 +74,7 @@ class _Memory:
         self._stop = threading.Event()
         self.first: dict[str, int] = {}
         self.worst: dict[str, int] = {}
-        self.compilers: set[int] = set()
+        self.matching: set[int] = set()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -97,9 +97,8 @@ class _Memory:
         for process in processes_of(self._deployment):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 name = process.name()
-                if any("compile_process" in word for word in process.cmdline()):
-                    name = "compilers"
-                    self.compilers.add(process.pid)
+                if name == "pdkv-grammar":
+                    self.matching.add(process.pid)
                 now[name] += process.memory_info().rss
         for name, size in now.items():
             self.worst[name] = max(self.worst.get(name, 0), size)
@@ -109,7 +108,7 @@ def disturb(deployment: Running, num_requests: int, quiet_s: float, seed: int) -
     """Honest clients alone, then beside hostile ones; say what was wrong."""
     result = Result(seed=seed, num_requests=num_requests, load_before=round(os.getloadavg()[0], 1))
     router, engines = deployment.child_pid("pd router"), deployment.pids()
-    asyncio.run(_honest_for(deployment.url, 0.0, result))  # its grammar is compiled, all is imported
+    asyncio.run(_honest_for(deployment.url, 0.0, result))  # its grammar is known, all is imported
     with beside("stream_gaps", deployment, result.gaps_before, str(NUM_STREAMS)):
         result.honest_before_ms = asyncio.run(_honest_for(deployment.url, quiet_s, result))
     memory = _Memory(deployment)
@@ -117,7 +116,7 @@ def disturb(deployment: Running, num_requests: int, quiet_s: float, seed: int) -
     with memory.watched(), beside("stream_gaps", deployment, result.gaps, str(NUM_STREAMS)):
         asyncio.run(_hostile(deployment.url, hostile_shapes(num_requests, seed), result))
     result.seconds = round(time.monotonic() - began, 1)
-    result.num_compilers = len(memory.compilers)
+    result.num_matching = len(memory.matching)
     result.resident_mib = {name: (memory.first.get(name, 0) >> 20, size >> 20) for name, size in memory.worst.items()}
     if deployment.child_pid("pd router") != router or deployment.pids() != engines:
         result.violations.append(f"a process ended: {engines} before, {deployment.pids()} now")
@@ -224,7 +223,7 @@ def markdown(result: Result) -> str:
         ),
         *(f"| {name}, MiB resident | {first} | {worst} |" for name, (first, worst) in result.resident_mib.items()),
         "",
-        f"Processes that compiled: {result.num_compilers}. Violations: {len(result.violations) or 'none'}.",
+        f"Processes that matched grammars: {result.num_matching}. Violations: {len(result.violations) or 'none'}.",
         "",
         "| kind | outcomes |",
         "|---|---|",
