@@ -46,8 +46,6 @@ class Tier:
         self.put_once = RecentKeys() if write == "second-use" else None  # keys that it was not given yet
         self.num_hits = 0
         self.meter = ReadMeter()
-        self.num_backfilled = 0  # values that came to it behind everybody's back
-        self.num_promoted = 0  # values that a slower tier had and this one now has
         self.failures: Counter[str] = Counter()  # by error code; "skipped": calls while it was left alone
         self.is_near = store.medium != "store"  # no server that could hang or be full for all
         self.away: StoreError | None = None  # why it does not answer: not even reads are tried before a probe succeeds

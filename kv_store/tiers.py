@@ -294,10 +294,7 @@ class TieredStore(TellingStore):
         """Into all faster tiers; one that waits for what goes from the first tier gets it from there."""
         for tier in self._awake("write", self.tiers[:depth]):
             if tier.write != "evicted":
-                errors: list[StoreError] = []
-                self._try(tier, partial(put_all, tier.store, items, terms), errors, "write")
-                with self._lock:
-                    tier.num_promoted += 0 if errors else len(items)
+                self._try(tier, partial(put_all, tier.store, items, terms), [], "write")
         if depth:
             self._room_taken()
 
@@ -310,8 +307,6 @@ class TieredStore(TellingStore):
         missing = [item for item, is_there in zip(items, there, strict=False) if not is_there]
         if missing:
             self._try(tier, partial(put_all, tier.store, missing, terms), errors, "write")
-        with self._lock:
-            tier.num_backfilled += 0 if errors else len(missing)
         return not errors
 
     def _take_back(self, tier: Tier, keys: Sequence[bytes]) -> None:
