@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import inf
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import PROBE_KEY, tier_name
+from pdkv.kv_store.base import PROBE_KEY
 from pdkv.kv_store.tier import CallKind, Tier
 
 logger = logging.getLogger(__name__)
@@ -22,17 +22,16 @@ class TierWatch:
 
     Args:
         lock: guards the tiers' state; all methods but `close` are called under it.
-        late_s: what takes long; infinite: there is no watch, and rests end by their time.
+        late_s: what takes long.
     """
 
     def __init__(self, tiers: Sequence[Tier], lock: threading.Lock, late_s: float) -> None:
-        self._tiers = {place: tier for place, tier in enumerate(tiers) if not tier.is_near and late_s < inf}
+        self._tiers = [tier for tier in tiers if tier.is_watched]
         self._late_s = late_s
         self._asked: Tier | None = None  # whose probe is under way
         self._num_calls = 0
         self._is_idle = bool(self._tiers)
         self._stopping = False
-        self._lock = lock
         self._changed = threading.Condition(lock)
         self._thread: threading.Thread | None = None
 
@@ -50,13 +49,10 @@ class TierWatch:
         if error is None:
             (tier.reads if kind == "read" else tier.writes).succeeded()
             return
-        before = tier.away
+        was_away = tier.away is not None
         tier.failed(kind, error, time.monotonic())
-        place = next((place for place, each in self._tiers.items() if each is tier), None)
-        if place is None:
-            tier.away = None  # its rest ends by its time
-        elif before is None and tier.away is not None:
-            self._tell(place, tier)
+        if tier.away is not None and not was_away:
+            self._tell(tier)
             self._wake()
 
     def close(self) -> None:
@@ -77,10 +73,9 @@ class TierWatch:
         self._is_idle = False
         self._changed.notify_all()
 
-    def _tell(self, place: int, tier: Tier) -> None:
+    def _tell(self, tier: Tier) -> None:
         assert tier.away is not None
-        name = tier_name(place, tier.store)
-        logger.warning("KV store: %s is left alone until it answers (%s: %s)", name, tier.away.code, tier.away)
+        logger.warning("KV store: %s is left alone until it answers (%s: %s)", tier.name, tier.away.code, tier.away)
 
     # --- threads --------------------------------------------------------------------------------------------------
 
@@ -91,21 +86,22 @@ class TierWatch:
                 now = time.monotonic()
                 if self._stopping:
                     return
-                at, place = min((tier.probe_at(self._late_s), place) for place, tier in self._tiers.items())
+                tier = min(self._tiers, key=lambda tier: tier.probe_at(self._late_s))
+                at = tier.probe_at(self._late_s)
                 if at > now:
                     self._is_idle = num_calls == self._num_calls and at == inf
                     num_calls = self._num_calls  # who is busy is looked at now and then, not told of each call
                     self._changed.wait(None if self._is_idle else min(at - now, self._late_s))
                     continue
-                tier = self._asked = self._tiers[place]
-            problem = self._probe(place, tier)
+                self._asked = tier
+            problem = self._probe(tier)
             with self._changed:
                 self._asked = None
-                self._judge(place, tier, problem)
+                self._judge(tier, problem)
 
-    def _probe(self, place: int, tier: Tier) -> StoreError | None:
+    def _probe(self, tier: Tier) -> StoreError | None:
         """Why its store cannot be reached; None: it can. Any answer is one."""
-        patience = threading.Timer(self._late_s, self._give_up, [place, tier])
+        patience = threading.Timer(self._late_s, self._give_up, [tier])
         patience.daemon = True
         patience.start()
         try:
@@ -120,22 +116,22 @@ class TierWatch:
             patience.cancel()
         return None
 
-    def _give_up(self, place: int, tier: Tier) -> None:
+    def _give_up(self, tier: Tier) -> None:
         """Its probe takes too long; a store that cannot be hung up on is left alone all the same."""
         with self._changed:
             if self._asked is not tier:
                 return
-            self._judge(place, tier, StoreTimeout(f"no answer within {self._late_s:g} s"))
+            self._judge(tier, StoreTimeout(f"no answer within {self._late_s:g} s"))
         tier.store.hang_up()
 
-    def _judge(self, place: int, tier: Tier, problem: StoreError | None) -> None:
+    def _judge(self, tier: Tier, problem: StoreError | None) -> None:
         now, was_away = time.monotonic(), tier.away is not None
         if problem is None:
             tier.away, tier.vouched_at, tier.reads.until = None, now, 0.0
             if was_away:
-                logger.info("KV store: %s answers again", tier_name(place, tier.store))
+                logger.info("KV store: %s answers again", tier.name)
             return
         tier.away = problem
         tier.reads.begin(now)
         if not was_away:
-            self._tell(place, tier)
+            self._tell(tier)
