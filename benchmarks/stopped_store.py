@@ -36,7 +36,7 @@ class _Load:
 
     def __init__(self, server: Server, num_documents: int) -> None:
         self._server = server
-        self._done: list[_Done] = []
+        self.done: list[_Done] = []
         self._documents = [random_prompt(random.Random(n), TOKENS) for n in range(num_documents)]
 
     async def drive(self, redis: AbstractContextManager[None], scale: float) -> float:
@@ -66,21 +66,16 @@ class _Load:
     async def _ask(self, prompt: list[int], expected: int = 0) -> None:
         server = self._server
         reply = await complete(server.url, model=server.model, prompt=prompt, max_tokens=MAX_TOKENS)
-        self._done.append(_Done(time.monotonic(), expected, reply))
+        self.done.append(_Done(time.monotonic(), expected, reply))
 
     def rate(self, start: float, seconds: float) -> float:
         """Requests a second that were answered in that time."""
-        return sum(done.reply.ok and start <= done.at < start + seconds for done in self._done) / seconds
+        return sum(done.reply.ok and start <= done.at < start + seconds for done in self.done) / seconds
 
     def found(self, start: float, seconds: float) -> tuple[int, int]:
         """(prompt tokens of documents found, expected) of that time's requests."""
-        known = [done for done in self._done if done.expected and start <= done.at < start + seconds]
+        known = [done for done in self.done if done.expected and start <= done.at < start + seconds]
         return sum(min(d.reply.num_cached_tokens, d.expected) for d in known), sum(d.expected for d in known)
-
-    @property
-    def num_failed(self) -> int:
-        """Of all requests."""
-        return sum(not done.reply.ok for done in self._done)
 
 
 def run_all(context: Context) -> list[Claim]:
@@ -106,7 +101,7 @@ def _measure(context: Context, *, is_behind: bool) -> list[Claim]:
     starts = [number * WINDOW_S for number in range(round((STOPPED_S + AFTER_S) / WINDOW_S))]
     rates = {at: load.rate(stop_at + at * scale, WINDOW_S * scale) for at in starts}
     figures = {"before /s": before, **{f"at {at:g} s /s": rate for at, rate in rates.items()}}
-    figures |= {"failed": load.num_failed, "blocks held": held}
+    figures |= {"failed": sum(not done.reply.ok for done in load.done), "blocks held": held}
     where = f"Redis {'behind host memory' if is_behind else 'between the engines'}, stopped for {STOPPED_S * scale:g} s"
     lowest = min(rate for at, rate in rates.items() if at >= WINDOW_S)
     claims = [Claim(f"{where}: lowest rate / before", lowest / before, LIMIT, "higher", figures)]

@@ -162,7 +162,6 @@ class TieredStore(TellingStore):
             num_errors = len(errors)
             self._try(tier, partial(put_all, tier.store, taken, terms), errors, "write")
             is_put = is_put or (len(errors) == num_errors and tier in self._shared and len(taken) == len(items))
-        self._room_taken()
         if items and not is_put:
             raise errors[0] if errors else self._left_alone(self._shared)
 
@@ -178,11 +177,6 @@ class TieredStore(TellingStore):
             takers = [taken for tier in self.tiers[1:] if tier.write == policy and (taken := tier.taken(items))]
             if takers:
                 self._backfill.offer(((key, value.nbytes) for key, value in takers[0]), terms, policy)
-        self._room_taken()
-
-    def _room_taken(self) -> None:
-        if self._backfill is not None:
-            self._backfill.room_taken()
 
     def ask_part(self, part: KVStore, call: Callable[[], T], *, writes: bool = False) -> T:
         tier = next(tier for tier in self.tiers if tier.store is part)
@@ -212,8 +206,8 @@ class TieredStore(TellingStore):
 
     def put_into(self, part: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         part.put_on_terms(items, terms)
-        if part is self.tiers[0].store:
-            self._room_taken()
+        if part is self.tiers[0].store and self._backfill is not None:
+            self._backfill.room_taken()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self.forget(keys)
@@ -287,12 +281,9 @@ class TieredStore(TellingStore):
         """Into all faster tiers, but for one that waits for what goes from the first tier and gets it from there; and
         offer it to slower ones.
         """
-        faster = self.tiers[: self.tiers.index(found_in)]
-        for tier in self._awake("write", faster):
+        for tier in self._awake("write", self.tiers[: self.tiers.index(found_in)]):
             if tier.write != "evicted":
                 self._try(tier, partial(put_all, tier.store, items, terms), [], "write")
-        if faster:
-            self._room_taken()
         if self._backfill is not None:
             self._backfill.used(((key, value.nbytes) for key, value in items), terms)
 
@@ -343,3 +334,5 @@ class TieredStore(TellingStore):
                 self._watch.end(tier, number, kind, problem)
                 if problem is not None:
                     tier.failures[problem.code] += 1
+            if kind == "write" and tier is self.tiers[0] and self._backfill is not None:
+                self._backfill.room_taken()

@@ -146,9 +146,7 @@ class StoreScheduler(SchedulerConnector):
             confirmed_steps=1 if config.layout.groups else SAVE_STEPS,  # a window's blocks do not wait
         )
         self.lookups = lookups
-        self.num_refused_handoffs = 0  # from engines that cut otherwise
         self.num_late_saves = 0  # values that were not written: too much was under way
-        self.num_failed_saves = 0  # batches
         self._options = options
         self._unix_time = clock
         self._cut = cut
@@ -200,8 +198,7 @@ class StoreScheduler(SchedulerConnector):
         if handoff is None:
             return ASK_AGAIN
         if handoff.payload != self._payload:
-            self.num_refused_handoffs += 1
-            return NO_MATCH
+            return NO_MATCH  # its engine cuts otherwise
         sources = self._sources(request, num_computed)
         ends_there = handoff.num_tokens <= request.num_wanted or not self._cut.has_windows
         if request.kv_ready and ends_there:
@@ -422,12 +419,9 @@ class StoreScheduler(SchedulerConnector):
         Args:
             num_handed_over: of the first tokens, who computed them has most likely saved them.
         """
-        keys = [value.key for value in values]
-        if self._saving.isdisjoint(keys) and self.lookups.has_seen_none(keys) and not num_handed_over:
-            return values, []
         new: list[Value] = []
         check: list[Value] = []
-        for value, is_known in zip(values, self.lookups.are_known(keys), strict=True):
+        for value, is_known in zip(values, self.lookups.are_known([value.key for value in values]), strict=True):
             if value.key in ended and value.key not in self._saving:
                 new.append(value)
             elif is_known or value.key in self._saving:
@@ -571,8 +565,7 @@ class StoreScheduler(SchedulerConnector):
                     self.lookups.add(keys, batch.ends_at)
                     self._news.stored(batch.values)
                 else:
-                    self.num_failed_saves += 1
-                    self.lookups.doubt(keys)  # cancelled ones, too: decode may have loaded what nobody reported yet
+                    self.lookups.forget(keys)  # cancelled ones, too: decode may have loaded what nobody reported yet
         for key, outcome in results.finished_receiving.items():
             loading = self._loading.pop(key, None)
             if loading is not None:
