@@ -20,6 +20,7 @@ class Reply:
         self.sent = sent
         self.stamps: list[float] = []  # one per event that holds a choice
         self.num_tokens = 0
+        self.num_cached_tokens = 0  # of the prompt, that were not computed
         self.token_ids: list[int] = []  # where they were asked for
         self.error: str | None = None
 
@@ -95,6 +96,8 @@ class _Stream(asyncio.Protocol):
             body: dict[str, Any] = json.loads(event[5:])
             if body.get("usage"):
                 self.reply.num_tokens = body["usage"]["completion_tokens"]
+                prompt = body["usage"].get("prompt_tokens_details") or {}
+                self.reply.num_cached_tokens = prompt.get("cached_tokens") or 0
             if body.get("choices"):
                 self.reply.stamps.append(self._now)
 

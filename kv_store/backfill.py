@@ -11,7 +11,7 @@ from types import MappingProxyType
 from pdkv.errors import StoreError, StoreTimeout
 from pdkv.kv_store.base import Item, KVStore, Sized
 from pdkv.kv_store.recent_keys import RecentKeys
-from pdkv.kv_store.terms import Terms
+from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import Tier, WritePolicy
 from pdkv.log_limit import LogLimit
 
@@ -22,6 +22,9 @@ BATCH_BYTES = 4 << 20
 
 MAX_QUEUED = 4096
 """Values that wait to be copied; beyond it one is left for its next use."""
+
+_Queue = OrderedDict[bytes, tuple[int, Terms]]
+"""Sizes and terms of values that wait."""
 
 _POLICIES: Sequence[WritePolicy] = ("all", "second-use", "evicted")
 
@@ -52,15 +55,11 @@ class Backfill:
         self._put = put
         self._delete = delete
         self._tiers = {policy: [t for t in tiers if t.write == policy] for policy in _POLICIES}
-        self._written = RecentKeys(WRITTEN_FOR_S)  # of those that were used again
         self._log_limit = LogLimit(60.0)
         self._changed = threading.Condition()  # its lock guards what follows
-        self._offered: dict[WritePolicy, OrderedDict[bytes, int]] = {  # sizes of values written, or used again
-            policy: OrderedDict() for policy in _POLICIES
-        }
-        self._terms: dict[tuple[WritePolicy, bytes], Terms] = {}  # of those of them that have some
+        self._offered = {policy: _Queue() for policy in _POLICIES}  # values written, or used again
+        self._written = {policy: RecentKeys(WRITTEN_FOR_S) for policy in _POLICIES}
         self._looks = False  # the source has less room than before
-        self._cold_written: dict[bytes, float] = {}  # when; of those that go first now
         self._is_busy = False
         self._is_held = False  # no copy is to begin
         self._deleted: set[bytes] | None = set()  # while the thread was busy; None: all
@@ -70,7 +69,7 @@ class Backfill:
     def used(self, items: Iterable[Sized], terms: Mapping[bytes, Terms] = MappingProxyType({})) -> None:
         """The source has these values, and they were read. `terms`: of those that have some."""
         if self._tiers["second-use"]:
-            self.offer(((key, size) for key, size in items if key not in self._written), terms, "second-use")
+            self.offer((item for item in items if item[0] not in self._written["second-use"]), terms, "second-use")
 
     def offer(self, items: Iterable[Sized], terms: Mapping[bytes, Terms], policy: WritePolicy) -> None:
         """The source has these values, and tiers of the policy shall have them. What is too much is not copied."""
@@ -78,9 +77,7 @@ class Backfill:
         with self._changed:
             num_taken = max(MAX_QUEUED - len(queue), 0)
             for key, size in new[:num_taken]:
-                queue[key] = size
-                if key in terms:
-                    self._terms[policy, key] = terms[key]
+                queue[key] = size, terms.get(key, NO_TERMS)
             if queue:
                 self._wake()
         for tier in self._tiers[policy] if len(new) > num_taken else ():
@@ -96,21 +93,17 @@ class Backfill:
     def forget(self, keys: Sequence[bytes] | None) -> None:
         """These values, or all, are deleted: they are not to come again by a copy under way. Called before they are."""
         with self._changed:
-            if keys is None:
-                for queue in self._offered.values():
+            for policy in _POLICIES:
+                queue, written = self._offered[policy], self._written[policy]
+                if keys is None:
                     queue.clear()
-                self._terms.clear()
-                self._cold_written.clear()
-                self._written.clear()
-                self._deleted = None
-                return
-            for key in keys:
-                for policy, queue in self._offered.items():
+                    written.clear()
+                for key in keys or ():
                     queue.pop(key, None)
-                    self._terms.pop((policy, key), None)
-                self._cold_written.pop(key, None)
-                self._written.discard(key)
-            if self._is_busy and self._deleted is not None:
+                    written.discard(key)
+            if keys is None:
+                self._deleted = None
+            elif self._is_busy and self._deleted is not None:
                 self._deleted.update(keys)
 
     @contextmanager
@@ -165,14 +158,11 @@ class Backfill:
                     return
                 self._is_busy, self._deleted = True, set()
                 policy: WritePolicy = "all" if self._offered["all"] else "second-use"
-                batch = _take_batch(self._offered[policy])
-                terms = {key: end for key, _ in batch if (end := self._terms.pop((policy, key), None)) is not None}
+                batch, terms = _take_batch(self._offered[policy])
                 looks, self._looks = self._looks, False
             try:
-                copied = self._copy(batch, policy, terms) if batch else []
-                if policy == "second-use":
-                    for key in copied:
-                        self._written.add(key)
+                if batch:
+                    self._copy(batch, policy, terms)
                 if looks:
                     self._copy_coldest()
             except Exception:  # the thread goes on with what comes next
@@ -184,27 +174,25 @@ class Backfill:
     def _copy_coldest(self) -> None:
         """What goes first and is not in the slower tiers yet; goes on as long as there is some, for it moves."""
         window = self._source.coldest(self._source.count_held().capacity // COLD_SHARE)
-        since = time.monotonic() - WRITTEN_FOR_S
-        with self._changed:
-            written = self._cold_written
-            written = self._cold_written = {key: written[key] for key, _ in window if written.get(key, 0.0) > since}
-            cold = OrderedDict(item for item in window if item[0] not in written)
-        batch = _take_batch(cold)
+        cold = _Queue((key, (size, NO_TERMS)) for key, size in window if key not in self._written["evicted"])
+        batch, _ = _take_batch(cold)
         copied = self._copy(batch, "evicted", self._source.terms_of([key for key, _ in batch]))
         with self._changed:
-            self._cold_written.update(dict.fromkeys(copied, time.monotonic()))
             self._looks |= bool(cold) and len(copied) == len(batch)
 
     def _copy(self, batch: Sequence[Sized], policy: WritePolicy, terms: Mapping[bytes, Terms]) -> list[bytes]:
-        """Returns what all tiers of the policy have now."""
+        """Returns what all tiers of the policy have now, and remembers it for a while."""
         items = self._read(batch)
         are_put = [self._put(tier, items, terms) for tier in self._tiers[policy]] if items else [False]
         keys = [key for key, _ in items]
         with self._changed:
             deleted = {key for key in keys if self._deleted is None or key in self._deleted}
+            copied = [key for key in keys if key not in deleted] if all(are_put) else []
+            for key in copied:
+                self._written[policy].add(key)
         for tier in self._tiers[policy] if deleted else ():
             self._delete(tier, sorted(deleted))
-        return [key for key in keys if key not in deleted] if all(are_put) else []
+        return copied
 
     def _read(self, batch: Sequence[Sized]) -> list[Item]:
         memory = memoryview(bytearray(sum(size for _, size in batch)))
@@ -222,14 +210,18 @@ class Backfill:
         return [item for item, is_found in zip(zip(keys, buffers, strict=True), found, strict=True) if is_found]
 
 
-def _take_batch(queue: OrderedDict[bytes, int]) -> list[Sized]:
-    """The first ones, BATCH_BYTES of them; they are no longer in the queue."""
+def _take_batch(queue: _Queue) -> tuple[list[Sized], dict[bytes, Terms]]:
+    """The first ones, BATCH_BYTES of them, and the terms of those that have some. They are no longer in the queue."""
     batch: list[Sized] = []
+    terms: dict[bytes, Terms] = {}
     num_bytes = 0
     while queue:
-        size = next(iter(queue.values()))
+        key, (size, own) = next(iter(queue.items()))
         if batch and num_bytes + size > BATCH_BYTES:
             break
-        batch.append(queue.popitem(last=False))
+        del queue[key]
+        batch.append((key, size))
         num_bytes += size
-    return batch
+        if own != NO_TERMS:
+            terms[key] = own
+    return batch, terms

@@ -167,27 +167,26 @@ class ConnectionPool(Generic[C]):
         self._idle: list[C] = []
         self._busy: set[C] = set()
         self._closed = False
+        self._num_hang_ups = 0
 
     def run(self, operation: Callable[[C], T], deadline: Deadline) -> T:
         """Run an idempotent operation on a channel.
 
         A connection that lay idle and is lost since, or ends at a server that is not the master any more, is replaced
-        once, unseen. What ended it has ended the other idle ones, too: they are closed.
+        once, unseen, unless this side hung up. What ended it has ended the other idle ones, too: they are closed.
 
         Raises:
             StoreTimeout: it is not done by the deadline.
             StoreUnavailable: no connection, a lost one, or the pool is closed.
             StoreReadOnly: a new connection is of no use for the operation, either.
         """
-        channel = self._take_idle()
-        if channel is not None:
+        number = self._num_hang_ups
+        if (channel := self._take_idle(number)) is not None:
             try:
-                return self._run_on(channel, operation, deadline)
+                return self._run_on(channel, operation, deadline, number)
             except (StoreUnavailable, StoreReadOnly):
-                pass
-        with self._lock:
-            self._check_open()
-        return self._run_on(self._connect(deadline), operation, deadline)
+                self._check_open(number)
+        return self._run_on(self._connect(deadline), operation, deadline, number)
 
     def close(self) -> None:
         """Close all channels; calls under way raise StoreUnavailable. Idempotent."""
@@ -198,29 +197,30 @@ class ConnectionPool(Generic[C]):
     def hang_up(self) -> None:
         """Close all channels; calls under way raise StoreUnavailable, later ones connect anew."""
         with self._lock:
+            self._num_hang_ups += 1
             busy = list(self._busy)
         self._drop_idle()  # first: a call whose channel has ended does not try one of them
         for channel in busy:
             channel.interrupt()
 
-    def _take_idle(self) -> C | None:
+    def _take_idle(self, number: int) -> C | None:
         with self._lock:
-            self._check_open()
+            self._check_open(number)
             return self._idle.pop() if self._idle else None
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreUnavailable(f"{self._what}: the store is closed")
+    def _check_open(self, number: int) -> None:
+        """`number`: of hang-ups when the call began."""
+        if self._closed or number != self._num_hang_ups:
+            why = "the store is closed" if self._closed else "the call was ended"
+            raise StoreUnavailable(f"{self._what}: {why}")
 
-    def _run_on(self, channel: C, operation: Callable[[C], T], deadline: Deadline) -> T:
+    def _run_on(self, channel: C, operation: Callable[[C], T], deadline: Deadline, number: int) -> T:
         with self._lock:
             self._busy.add(channel)
-            closed = self._closed
         channel.deadline = deadline
         usable = False
         try:
-            if closed:
-                self._check_open()
+            self._check_open(number)  # from now on whoever hangs up finds the channel
             result = operation(channel)
             usable = True
             return result

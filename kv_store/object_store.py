@@ -105,6 +105,9 @@ class ObjectStore(TellingStore):
     def close(self) -> None:
         self._loop.close()
 
+    def hang_up(self) -> None:
+        self._loop.hang_up()
+
     # --- on the loop's thread ---------------------------------------------------------------------------------------
 
     async def _has(self, key: bytes) -> bool:
@@ -213,7 +216,7 @@ class _LoopThread:
         try:
             return future.result()
         except CancelledError:
-            raise StoreUnavailable(when_closed) from None
+            raise StoreUnavailable(when_closed if self._is_closed else "the call was ended") from None
         finally:
             with self._lock:
                 self._num_calls -= 1
@@ -223,9 +226,15 @@ class _LoopThread:
         """End the calls under way, and refuse others. Idempotent."""
         with self._lock:
             self._is_closed = True
+        self.hang_up()
+        with self._lock:
+            self._stop_if_unused()
+
+    def hang_up(self) -> None:
+        """End the calls under way."""
+        with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._cancel_all)
-            self._stop_if_unused()
 
     async def _hold(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()

@@ -40,16 +40,16 @@ class Rest:
 class Tier:
     """One store of several, and what happened there. The lock of the store that consists of them guards its state."""
 
-    def __init__(self, store: KVStore, write: WritePolicy = "all", first_rest_s: float = 1.0) -> None:
+    def __init__(self, name: str, store: KVStore, write: WritePolicy, first_rest_s: float, *, watches: bool) -> None:
+        self.name = name
         self.store = store
         self.write = write
         self.put_once = RecentKeys() if write == "second-use" else None  # keys that it was not given yet
         self.num_hits = 0
         self.meter = ReadMeter()
-        self.num_backfilled = 0  # values that came to it behind everybody's back
-        self.num_promoted = 0  # values that a slower tier had and this one now has
         self.failures: Counter[str] = Counter()  # by error code; "skipped": calls while it was left alone
         self.is_near = store.medium != "store"  # no server that could hang or be full for all
+        self.is_watched = watches and not self.is_near
         self.away: StoreError | None = None  # why it does not answer: not even reads are tried before a probe succeeds
         self.calls: dict[int, float] = {}  # under way: when each began, the oldest first
         self.vouched_at = 0.0  # it was there
@@ -67,7 +67,7 @@ class Tier:
         """
         if isinstance(error, StoreUnavailable) or (kind == "read" and isinstance(error, (StoreTimeout, StoreReadOnly))):
             self.reads.begin(now)
-            if not self.is_near:
+            if self.is_watched:
                 self.away = error
         elif isinstance(error, (StoreTimeout, StoreReadOnly)) or (isinstance(error, StoreFull) and not self.is_near):
             self.writes.begin(now)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
-from math import inf
 from operator import itemgetter
 from typing import TypeVar
 
@@ -64,10 +63,13 @@ class TieredStore(TellingStore):
         """
         policies = write or ["all"] * len(stores)
         assert policies[0] == "all", policies
-        self.tiers = [Tier(store, policy, retry_after_s) for store, policy in zip(stores, policies, strict=True)]
+        self.tiers = [
+            Tier(tier_name(place, store), store, policy, retry_after_s, watches=watches)
+            for place, (store, policy) in enumerate(zip(stores, policies, strict=True))
+        ]
         self._lock = threading.Lock()  # of the tiers' state
         self._is_closed = False
-        self._watch = TierWatch(self.tiers, self._lock, max(retry_after_s, LATE_S) if watches else inf)
+        self._watch = TierWatch(self.tiers, self._lock, max(retry_after_s, LATE_S))
         shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
         reaching_all = [tier for tier in shared if tier.write == "all" and not tier.store.scope]
         self._shared = reaching_all or shared
@@ -117,13 +119,13 @@ class TieredStore(TellingStore):
             with tier.meter.reading():
                 return tier.store.read(wanted, buffers, lambda index, stop: arrived(missing[index], stop))
 
-        for depth, hits in self._look_up(found, read):
+        for tier, hits in self._look_up(found, read):
             with self._lock:
-                self.tiers[depth].num_hits += len(hits)
-            self.tiers[depth].meter.add(sum(out[i].nbytes for i in hits))
-            if depth or self._backfill is not None:
+                tier.num_hits += len(hits)
+            tier.meter.add(sum(out[i].nbytes for i in hits))
+            if tier is not self.tiers[0] or self._backfill is not None:
                 terms = {keys[i]: terms for i in hits if (terms := terms_of(i)) != NO_TERMS}
-                self._copy(depth, [(keys[i], out[i]) for i in hits], terms)
+                self._copy(tier, [(keys[i], out[i]) for i in hits], terms)
         return found
 
     @property
@@ -160,7 +162,6 @@ class TieredStore(TellingStore):
             num_errors = len(errors)
             self._try(tier, partial(put_all, tier.store, taken, terms), errors, "write")
             is_put = is_put or (len(errors) == num_errors and tier in self._shared and len(taken) == len(items))
-        self._room_taken()
         if items and not is_put:
             raise errors[0] if errors else self._left_alone(self._shared)
 
@@ -176,11 +177,6 @@ class TieredStore(TellingStore):
             takers = [taken for tier in self.tiers[1:] if tier.write == policy and (taken := tier.taken(items))]
             if takers:
                 self._backfill.offer(((key, value.nbytes) for key, value in takers[0]), terms, policy)
-        self._room_taken()
-
-    def _room_taken(self) -> None:
-        if self._backfill is not None:
-            self._backfill.room_taken()
 
     def ask_part(self, part: KVStore, call: Callable[[], T], *, writes: bool = False) -> T:
         tier = next(tier for tier in self.tiers if tier.store is part)
@@ -199,8 +195,7 @@ class TieredStore(TellingStore):
 
     @property
     def problem(self) -> str:
-        away = ((tier_name(place, tier.store), tier.away) for place, tier in enumerate(self.tiers))
-        return "; ".join(f"{name} does not answer: {error}" for name, error in away if error is not None)
+        return "; ".join(f"{tier.name} does not answer: {tier.away}" for tier in self.tiers if tier.away is not None)
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
         if self._backfill is not None:
@@ -211,8 +206,8 @@ class TieredStore(TellingStore):
 
     def put_into(self, part: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         part.put_on_terms(items, terms)
-        if part is self.tiers[0].store:
-            self._room_taken()
+        if part is self.tiers[0].store and self._backfill is not None:
+            self._backfill.room_taken()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self.forget(keys)
@@ -242,14 +237,12 @@ class TieredStore(TellingStore):
         """Named by place and kind: 0-memory, 1-file, …"""
         with self._lock:
             return {
-                tier_name(place, tier.store): TierCounts(
-                    tier.num_hits, tier.failures.total(), tier.store.count_held(), tier.meter.total
-                )
-                for place, tier in enumerate(self.tiers)
+                t.name: TierCounts(t.num_hits, t.failures.total(), t.store.count_held(), t.meter.total)
+                for t in self.tiers
             }
 
     def parts(self) -> Mapping[str, KVStore]:
-        return {tier_name(place, tier.store): tier.store for place, tier in enumerate(self.tiers)}
+        return {tier.name: tier.store for tier in self.tiers}
 
     def close(self) -> None:
         self._is_closed = True
@@ -265,9 +258,9 @@ class TieredStore(TellingStore):
         found: list[bool],
         ask: Callable[[Tier, list[int]], list[bool]],
         among: Sequence[Tier] | None = None,
-    ) -> list[tuple[int, list[int]]]:
+    ) -> list[tuple[Tier, list[int]]]:
         """Ask tier by tier (None: all) and note what is found; returns (tier, indices) of each tier's hits."""
-        hits_by_tier: list[tuple[int, list[int]]] = []
+        hits_by_tier: list[tuple[Tier, list[int]]] = []
         errors: list[StoreError] = []
         awake = self._awake("read", among)
         for tier in awake:
@@ -279,27 +272,20 @@ class TieredStore(TellingStore):
             for i in hits:
                 found[i] = True
             if hits:
-                hits_by_tier.append((self.tiers.index(tier), hits))
+                hits_by_tier.append((tier, hits))
         if len(errors) == len(awake) and not all(found):
             raise errors[0] if errors else self._left_alone(among or self.tiers)
         return hits_by_tier
 
-    def _copy(self, depth: int, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """Into other tiers than the one in which they were found."""
-        self._promote(items, depth, terms)
+    def _copy(self, found_in: Tier, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
+        """Into all faster tiers, but for one that waits for what goes from the first tier and gets it from there; and
+        offer it to slower ones.
+        """
+        for tier in self._awake("write", self.tiers[: self.tiers.index(found_in)]):
+            if tier.write != "evicted":
+                self._try(tier, partial(put_all, tier.store, items, terms), [], "write")
         if self._backfill is not None:
             self._backfill.used(((key, value.nbytes) for key, value in items), terms)
-
-    def _promote(self, items: Sequence[Item], depth: int, terms: Mapping[bytes, Terms]) -> None:
-        """Into all faster tiers; one that waits for what goes from the first tier gets it from there."""
-        for tier in self._awake("write", self.tiers[:depth]):
-            if tier.write != "evicted":
-                errors: list[StoreError] = []
-                self._try(tier, partial(put_all, tier.store, items, terms), errors, "write")
-                with self._lock:
-                    tier.num_promoted += 0 if errors else len(items)
-        if depth:
-            self._room_taken()
 
     def _fill(self, tier: Tier, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> bool:
         """Write what a tier lacks; whether it has all of it now. On the thread that copies."""
@@ -310,8 +296,6 @@ class TieredStore(TellingStore):
         missing = [item for item, is_there in zip(items, there, strict=False) if not is_there]
         if missing:
             self._try(tier, partial(put_all, tier.store, missing, terms), errors, "write")
-        with self._lock:
-            tier.num_backfilled += 0 if errors else len(missing)
         return not errors
 
     def _take_back(self, tier: Tier, keys: Sequence[bytes]) -> None:
@@ -330,7 +314,7 @@ class TieredStore(TellingStore):
         return awake
 
     def _left_alone(self, tiers: Sequence[Tier]) -> StoreUnavailable:
-        names = ", ".join(f"{tier_name(self.tiers.index(tier), tier.store)}" for tier in tiers)
+        names = ", ".join(tier.name for tier in tiers)
         why = "closed" if self._is_closed else "left alone, since a call failed a while ago"
         return StoreUnavailable(f"{names}: {why}")
 
@@ -350,3 +334,5 @@ class TieredStore(TellingStore):
                 self._watch.end(tier, number, kind, problem)
                 if problem is not None:
                     tier.failures[problem.code] += 1
+            if kind == "write" and tier is self.tiers[0] and self._backfill is not None:
+                self._backfill.room_taken()

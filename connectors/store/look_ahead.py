@@ -50,7 +50,7 @@ class LookAhead:
     def _enter(
         self, chains: Mapping[bytes, Sequence[bytes]], terms: Mapping[bytes, KVTerms | None]
     ) -> list[StoreAhead]:
-        """Requests that there is room for, without overtaking."""
+        """Requests that there is room for; only one larger than the window is overtaken."""
         entered: list[StoreAhead] = []
         for last, keys in chains.items():
             if last in self._window:
@@ -61,7 +61,9 @@ class LookAhead:
             values = self._cut.values_to_load(keys, 0, stop) if stop else []
             new = [value for value in values if value.key not in self._num_users]
             num_tokens = sum(value.num_tokens for value in new)
-            if self._num_tokens + num_tokens > self._max_tokens:
+            if num_tokens > self._max_tokens:
+                values, new, num_tokens = [], [], 0  # never: nothing is brought near for it, and others pass
+            elif self._num_tokens + num_tokens > self._max_tokens:
                 break
             self._num_tokens += num_tokens
             self._num_users.update(value.key for value in values)

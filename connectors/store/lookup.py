@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import compress, product
 from math import inf
@@ -167,11 +167,6 @@ class KeyLookups:
         self._changed.notify_all()
         return True
 
-    def has_seen_none(self, keys: Collection[bytes]) -> bool:
-        """Whether none of the values was stored when it was looked at last."""
-        with self._changed:
-            return self._known.keys().isdisjoint(keys)
-
     def are_known(self, keys: Sequence[bytes]) -> list[bool]:
         """Which values are believed to be stored."""
         now = time.monotonic()
@@ -203,13 +198,9 @@ class KeyLookups:
             return [key for key in keys if self._ends.get(key, inf) <= by] if self._ends else []
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """A load did not find them."""
-        with self._changed:
-            for key in keys:
-                self._known.pop(key, None)
-
-    def doubt(self, keys: Sequence[bytes]) -> None:
-        """They may be stored, or not: a save did not end well. Whoever asks has them looked up."""
+        """They may be stored, or not: a load did not find them, or a save did not end well. They are looked up when
+        somebody asks.
+        """
         with self._changed:
             for key in keys:
                 self._known.pop(key, None)

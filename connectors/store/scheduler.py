@@ -74,13 +74,13 @@ class _Batch(NamedTuple):
 
 
 class _PutOff(NamedTuple):
-    """Values that wait for room, whether or not their request lives."""
+    """Values that are saved as there is room, whether or not their request lives. Nothing holds their blocks."""
 
     confirmed: ConfirmedRange  # with tables of its own
-    generations: list[Ids]  # of the blocks in each table
+    generations: list[Ids]  # of the blocks in each table, as long as they have the values; empty: nothing tells later
     values: list[Value]
+    checked: frozenset[Value]  # of them, those that may be stored already
     ended: list[bytes]  # keys of those that are written anew
-    is_checked: bool  # they may be stored already
 
 
 class _Loading(NamedTuple):
@@ -146,9 +146,7 @@ class StoreScheduler(SchedulerConnector):
             confirmed_steps=1 if config.layout.groups else SAVE_STEPS,  # a window's blocks do not wait
         )
         self.lookups = lookups
-        self.num_refused_handoffs = 0  # from engines that cut otherwise
         self.num_late_saves = 0  # values that were not written: too much was under way
-        self.num_failed_saves = 0  # batches
         self._options = options
         self._unix_time = clock
         self._cut = cut
@@ -163,7 +161,6 @@ class StoreScheduler(SchedulerConnector):
         self._saving: set[bytes] = set()
         self._batches: dict[TransferKey, _Batch] = {}
         self._num_save_bytes = 0
-        self._num_fitted = 0  # tokens of the save in the making
         self._put_off: deque[_PutOff] = deque()  # what was too much, in the order of its saves
         self._num_put_off_tokens = 0
         self._max_put_off_tokens = config.num_blocks * layout.block_size
@@ -201,8 +198,7 @@ class StoreScheduler(SchedulerConnector):
         if handoff is None:
             return ASK_AGAIN
         if handoff.payload != self._payload:
-            self.num_refused_handoffs += 1
-            return NO_MATCH
+            return NO_MATCH  # its engine cuts otherwise
         sources = self._sources(request, num_computed)
         ends_there = handoff.num_tokens <= request.num_wanted or not self._cut.has_windows
         if request.kv_ready and ends_there:
@@ -310,8 +306,9 @@ class StoreScheduler(SchedulerConnector):
         loads, self._queued = list(self._queued.values()), {}
         for load in loads:
             load.layerwise = load.key in scheduled  # others wait outside the batch
-        saves = self._save_put_off() if self._put_off else []
-        saves += [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
+        saves = [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
+        if self._put_off:
+            saves += self._save_put_off()
         ahead, passed = self._look(view.waiting_keys, view.waiting_terms)
         return StoreMetadata(
             step_id=view.step_id,
@@ -340,51 +337,32 @@ class StoreScheduler(SchedulerConnector):
         new, check = self._split(values, ended, checks_all=is_handoff, num_handed_over=request.num_handed_over)
         is_last = confirmed.last and is_handoff
         tails = self._cut.tails(key, confirmed.stop) if is_last else []
-        if is_handoff:
-            self._handoffs[key] = tails
-        else:
-            new = self._fitting(confirmed, new, ended, is_checked=False)
-            check = self._fitting(confirmed, check, ended, is_checked=True)
-        if not (new or check or is_last):
+        if not is_handoff:
+            if values := [*new, *check]:
+                self._put_off_all(confirmed, values, frozenset(check), ended)
             return None
-        return self._make_save(confirmed, new, check, tails, ended)
+        self._handoffs[key] = tails
+        return self._make_save(confirmed, new, check, tails, ended) if new or check or is_last else None
+
+    def _put_off_all(
+        self, confirmed: ConfirmedRange, values: list[Value], checked: frozenset[Value], ended: list[bytes]
+    ) -> None:
+        tables = [list(table) for table in confirmed.block_tables]
+        known = [] if self._table is None else [self._generations(table) for table in tables]
+        own = msgspec.structs.replace(confirmed, block_tables=tables)
+        self._put_off.append(_PutOff(own, known, values, checked, ended))
+        self._saving.update(value.key for value in values)
+        self._num_put_off_tokens += sum(map(_tokens_of, values))
 
     def _num_fitting(self, values: Sequence[Value]) -> int:
         """How many may be saved beside what is under way; a value larger than the bound goes alone."""
-        room = (self._max_save_bytes - self._num_save_bytes) // self._token_bytes - self._num_fitted
-        is_alone = not (self._num_save_bytes or self._num_fitted)
-        return max(bisect_right(list(accumulate(map(_tokens_of, values))), room), min(is_alone, len(values)))
-
-    def _fitting(
-        self, confirmed: ConfirmedRange, values: list[Value], ended: list[bytes], *, is_checked: bool
-    ) -> list[Value]:
-        """As many as may be saved beside what is under way; the rest waits for room. Nothing holds its blocks, whose
-        generations tell whether they still have it then.
-        """
-        num_fitting = self._num_fitting(values)
-        fitting, rest = values[:num_fitting], values[num_fitting:]
-        self._num_fitted += sum(map(_tokens_of, fitting))
-        if rest and self._table is None:
-            self.num_late_saves += len(rest)
-        elif rest:
-            tables = [list(table) for table in confirmed.block_tables]
-            known = [self._generations(table) for table in tables]
-            self._wait_for_room(
-                _PutOff(msgspec.structs.replace(confirmed, block_tables=tables), known, rest, ended, is_checked)
-            )
-        return fitting
+        room = (self._max_save_bytes - self._num_save_bytes) // self._token_bytes
+        is_alone = not self._num_save_bytes and bool(values)
+        return max(bisect_right(list(accumulate(map(_tokens_of, values))), room), is_alone)
 
     def _generations(self, table: Sequence[int]) -> Ids:
         assert self._table is not None
         return self._table.generations_of(np.maximum(as_ids(table), 0))
-
-    def _wait_for_room(self, late: "_PutOff") -> None:
-        """At the end of the queue, which is no longer than the pool."""
-        self._put_off.append(late)
-        self._saving.update(value.key for value in late.values)
-        self._num_put_off_tokens += sum(map(_tokens_of, late.values))
-        while self._num_put_off_tokens > self._max_put_off_tokens:
-            self._lose(self._put_off.popleft().values)
 
     def _lose(self, values: Sequence[Value]) -> None:
         """They are not saved: there was no room before their blocks had other content."""
@@ -396,24 +374,31 @@ class StoreScheduler(SchedulerConnector):
         self._num_put_off_tokens -= sum(map(_tokens_of, values))
 
     def _save_put_off(self) -> list[StoreSave]:
-        """What there is room for now, of what is still in its blocks."""
+        """What there is room for now, of what is still in its blocks. What waits on is no more than the pool has."""
         saves: list[StoreSave] = []
         while self.has_pending_work:
             late = self._put_off.popleft()
-            tables = late.confirmed.block_tables
-            same = [self._generations(table) == known for table, known in zip(tables, late.generations, strict=True)]
-            size = self._block_size
-            there = [v for v in late.values if bool(same[v.group][v.start // size : -(-v.stop // size)].all())]
-            self._lose([value for value in late.values if value not in there] if len(there) < len(late.values) else [])
+            there = self._still_there(late)
+            if len(there) < len(late.values):
+                self._lose(list({*late.values}.difference(there)))
             num_fitting = self._num_fitting(there)
             fitting, rest = there[:num_fitting], there[num_fitting:]
             if rest:
                 self._put_off.appendleft(late._replace(values=rest))
             self._leave_queue(fitting)
             if fitting:
-                new, check = ([], fitting) if late.is_checked else (fitting, [])
+                new, check = [v for v in fitting if v not in late.checked], [v for v in fitting if v in late.checked]
                 saves.append(self._make_save(late.confirmed, new, check, [], late.ended))
+        while self._num_put_off_tokens > (self._max_put_off_tokens if self._table is not None else 0):
+            self._lose(self._put_off.popleft().values)
         return saves
+
+    def _still_there(self, late: _PutOff) -> list[Value]:
+        if not late.generations:
+            return late.values
+        tables, size = late.confirmed.block_tables, self._block_size
+        same = [self._generations(table) == known for table, known in zip(tables, late.generations, strict=True)]
+        return [v for v in late.values if bool(same[v.group][v.start // size : -(-v.stop // size)].all())]
 
     def _are_known(self, confirmed: ConfirmedRange) -> bool:
         """Whether all of a request, which has one KV group, is stored already, as what was just loaded is."""
@@ -434,12 +419,9 @@ class StoreScheduler(SchedulerConnector):
         Args:
             num_handed_over: of the first tokens, who computed them has most likely saved them.
         """
-        keys = [value.key for value in values]
-        if self._saving.isdisjoint(keys) and self.lookups.has_seen_none(keys) and not num_handed_over:
-            return values, []
         new: list[Value] = []
         check: list[Value] = []
-        for value, is_known in zip(values, self.lookups.are_known(keys), strict=True):
+        for value, is_known in zip(values, self.lookups.are_known([value.key for value in values]), strict=True):
             if value.key in ended and value.key not in self._saving:
                 new.append(value)
             elif is_known or value.key in self._saving:
@@ -475,7 +457,6 @@ class StoreScheduler(SchedulerConnector):
         ends_at = 0 if terms is None or terms.ttl_s is None else int(self._unix_time() + terms.ttl_s)
         self._batches[batch] = _Batch([*new, *check], self._num_bytes([*values, *check]), ends_at)
         self._num_save_bytes += self._batches[batch].num_bytes
-        self._num_fitted = 0
         return StoreSave(
             key=key if confirmed.request.kv == "handoff" else batch,
             batch=batch,
@@ -584,8 +565,7 @@ class StoreScheduler(SchedulerConnector):
                     self.lookups.add(keys, batch.ends_at)
                     self._news.stored(batch.values)
                 else:
-                    self.num_failed_saves += 1
-                    self.lookups.doubt(keys)  # cancelled ones, too: decode may have loaded what nobody reported yet
+                    self.lookups.forget(keys)  # cancelled ones, too: decode may have loaded what nobody reported yet
         for key, outcome in results.finished_receiving.items():
             loading = self._loading.pop(key, None)
             if loading is not None:

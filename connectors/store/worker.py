@@ -49,7 +49,7 @@ from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
 from pdkv.log_limit import LogLimit
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.messages import ConnectorStats, KVTerms
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,9 @@ class _Read(NamedTuple):
 _STAGING_BYTES = 4 << 20
 _VALUES_AT_ONCE = 8
 """In a thread's buffer, of a store that answers one request for each: the way to it is long."""
+
+TAIL_TTL_S = 3600
+"""A tail whose engine ended before it was deleted goes by itself after so long, longer than a hand-off waits."""
 
 _Places = dict[bytes, list[memoryview]]
 """By a value's key, where in the pool its body belongs."""
@@ -215,7 +218,10 @@ class StoreWorker(TransferWorker):
                 tasks.append(Task(_Write(save, save.check, True, after), self._save_lane(save.batch)))
             if len(whole) < len(save.values):  # in the lane in which they will be deleted
                 tails = [value for value in save.values if not self._cut.is_whole(value)]
-                tasks.append(Task(_Write(save, tails, False, after), self._save_lane(save.key)))
+                terms = save.kv_terms or KVTerms(owner=0)
+                terms = msgspec.structs.replace(terms, ttl_s=min(terms.ttl_s or TAIL_TTL_S, TAIL_TTL_S))
+                ending = msgspec.structs.replace(save, kv_terms=terms)
+                tasks.append(Task(_Write(ending, tails, False, after), self._save_lane(save.key)))
         batch = save.batch if save.is_handoff else None
         self.submit(save.key, "send", tasks, batch=batch, last=save.last or not save.is_handoff)
 
@@ -336,7 +342,8 @@ class StoreWorker(TransferWorker):
         def filled(slot: Slot) -> None:
             nonlocal num_bytes
             places.pop(slot.key, None)
-            progress.filled(slot.value, 0 if load.kv_terms is None else self._values.end_of(slot))
+            has_end = load.kv_terms is not None and self._cut.is_whole(slot.value)  # of a tail nobody asks later
+            progress.filled(slot.value, self._values.end_of(slot) if has_end else 0)
             num_bytes += slot.data.nbytes
 
         def use(slot: Slot) -> None:

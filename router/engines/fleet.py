@@ -91,6 +91,11 @@ class EngineState:
         return self.load.connector_problem or None if self.load is not None and self.life == "ready" else None
 
     @property
+    def lacks_store(self) -> bool:
+        """Whether it hands over through a store that does not answer it."""
+        return self.card is not None and self.card.kind == "store" and self.connector_problem is not None
+
+    @property
     def pid(self) -> int | None:
         """Of the incarnation that is ready."""
         return self.card.pid if self.card is not None and self.life == "ready" else None

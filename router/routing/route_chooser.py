@@ -94,6 +94,9 @@ class RouteChooser:
             return Route(first, first)
         if not any(self._fleet.can_hand_over(first, engine.name) for engine in decode):
             return Route(first, first)  # as any engine can: what it computes, nobody else could read
+        if self._fleet.engines[first].lacks_store and not prompt.request.probe:
+            alone = self.choose_decode(prompt, first, now, without=without)
+            return Route(alone, alone)  # nothing comes of a hand-off: it would compute the prompt once more
         offer = self._holdings.find_offer(prompt, first, now)
         if may_stay and (local := self._find_local(prompt, first, offer, decode)) is not None:
             return Route(local, local)

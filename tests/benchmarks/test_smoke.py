@@ -27,6 +27,7 @@ from benchmarks import (
     startup,
     step_thread,
     step_transfer,
+    stopped_store,
     structured,
     ttft,
 )
@@ -177,6 +178,14 @@ def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
         [claim] = layerwise.run(Context(tmp_path, None, quick=True), url)
     check([claim])
     assert claim.figures["local ms"] > 0
+
+
+@pytest.mark.slow
+@needs_redis
+def test_load_goes_on_over_a_redis_that_is_stopped(tmp_path: Path) -> None:
+    claims = stopped_store.run_all(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert all(not claim.figures.get(name) for claim in claims for name in ("failed", "blocks held"))
 
 
 @pytest.mark.slow

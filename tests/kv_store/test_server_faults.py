@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from store_servers import LMCacheServer, MooncakeServer, RedisServer, S3Server, StoreServer, hold_port, in_time
+from traffic import wait_until_true
 
 from pdkv.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import KVStore
@@ -71,6 +73,25 @@ CALLS: dict[str, Callable[[KVStore], object]] = {
     "put_large": lambda store: store.put([(b"large", memoryview(bytes(50 << 20)))]),
     "delete": lambda store: store.delete([b"a"]),
 }
+
+
+def test_a_call_that_is_hung_up_ends_and_later_ones_are_made(server: StoreServer, open_: Open) -> None:
+    """F55: Long before its own deadline. Mooncake's client cannot end one."""
+    if isinstance(server, MooncakeServer):
+        pytest.skip("its calls are its library's own")
+    store = open_(server.url, operation_timeout_s="300")
+    put(store, b"a")
+    with ThreadPoolExecutor() as pool:
+        with server.stopped():
+            call = pool.submit(get, store, b"a")
+
+            def is_over() -> bool:
+                store.hang_up()  # it may not have begun before
+                return call.done()
+
+            wait_until_true(is_over, "it ends")
+            assert isinstance(call.exception(), StoreUnavailable)
+        assert in_time(get, store, b"a")
 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "not_connected"])

@@ -139,6 +139,26 @@ def test_the_window_is_bounded_by_host_memory_and_goes_on_with_the_queue(
     assert near(host, engine, queue[2])
 
 
+def test_one_larger_than_the_window_lets_others_pass_and_is_planned_once(
+    host: HostStore, engine: Engine, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_lower_tier(make, 0)
+    prefill(make("p"), (VALUES + 1) * 64, transfer_id="t1", seed=1)
+    look_ahead = engine.scheduler._look_ahead
+    assert look_ahead is not None
+    look_ahead._max_tokens = VALUES * 64
+    large, small = view("u1", num_tokens=(VALUES + 1) * 64 + 1, salt="1"), waiting(0)
+    assert engine.ask(large) == (VALUES + 1) * 64
+    assert engine.ask(small) == VALUES * 64
+    queue = [large.block_keys, small.block_keys]
+    [ahead] = engine.step(waiting_keys=queue).ahead
+    engine.wait(ahead.key)
+    assert near(host, engine, small)
+    monkeypatch.setattr(engine.scheduler._cut, "values_to_load", None)
+    assert not engine.step(waiting_keys=queue).ahead
+    assert not engine.step(waiting_keys=queue[1:]).passed
+
+
 def test_an_admitted_request_is_not_waited_for_by_what_looks_ahead(
     store: FaultyStore, engine: Engine, make: MakeEngine
 ) -> None:

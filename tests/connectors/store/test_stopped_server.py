@@ -4,6 +4,7 @@ When the server goes on, so does everything else.
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from traffic import wait_until_true
 from pdkv.errors import StoreTimeout, TransferTimeout
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
+from pdkv.kv_store.tiers import TieredStore
 
 NUM_TOKENS = 128
 DEADLINE_S = "2"
@@ -37,7 +39,7 @@ def make(server: StoreServer) -> Iterator[MakeEngine]:
     made: list[tuple[Engine, KVStore]] = []
 
     def make_engine(name: str, deadline_s: str = DEADLINE_S, **options: str) -> Engine:
-        store = open_store(server.url, {"operation_timeout_s": deadline_s, "connect_timeout_s": deadline_s})
+        store = open_store(server.url, {"operation_timeout_s": deadline_s, "connect_timeout_s": DEADLINE_S})
         made.append((Engine(store, name, **dict.fromkeys(DEADLINES, deadline_s), **options), store))
         return made[-1][0]
 
@@ -79,3 +81,19 @@ def test_a_save_fails_its_hand_off(server: StoreServer, make: MakeEngine) -> Non
         engine.save(request, blocks, NUM_TOKENS, last=True)
         assert engine.wait(request.transfer_key).code in LATE
     prefill(engine, NUM_TOKENS, transfer_id="again")
+
+
+def test_a_shutdown_waits_for_no_server(server: StoreServer, make: MakeEngine) -> None:
+    """A lookup, a load and a save are under way, with deadlines that nobody would wait for."""
+    engine, blocks = make("p", "3600"), scattered(NUM_TOKENS, 16)
+    tiers = engine.connectors[0].store
+    assert isinstance(tiers, TieredStore)
+    prefill(engine, NUM_TOKENS)
+    with server.stopped():
+        engine.scheduler.get_num_new_matched_tokens(view("l", num_tokens=NUM_TOKENS + 1, salt="new"), 0)
+        engine.start_load(view("u", num_tokens=NUM_TOKENS + 1, salt="0"), blocks, NUM_TOKENS)
+        engine.confirm(view("s", num_tokens=NUM_TOKENS + 1, salt="other"), blocks, NUM_TOKENS)
+        wait_until_true(lambda: len(tiers.tiers[0].calls) == 3, "all three ask the server")
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("pdkv-")]
+        engine.close()
+        assert not [thread.name for thread in threads if thread.is_alive()]

@@ -14,6 +14,7 @@ from traffic import wait_until_true
 from pdkv.connectors.base import ConnectorConfig, RequestView
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.shared_storage import SharedStorageConnector
+from pdkv.connectors.store.worker import TAIL_TTL_S
 from pdkv.errors import KVNotFound, StoreFull
 from pdkv.kv_store.base import Buffer, Item, KVStore
 from pdkv.kv_store.host_segment import PAGE_BYTES
@@ -252,6 +253,24 @@ def test_values_and_tails_of_a_request_are_stored_on_its_terms_and_others_on_non
         assert (len(told.terms), told.plain) == (2, [])  # a value, and a tail of 6 tokens
         save(engine, kv_terms=None)
         assert set(told.plain) == {*keys_of(engine)} - {*told.terms}
+
+
+@pytest.mark.parametrize("ttl_s", [None, 10 * TAIL_TTL_S])
+def test_a_tail_goes_by_itself_however_long_the_content_stays(
+    make: MakeEngine, clock: Clock, ttl_s: int | None
+) -> None:
+    """What its engine, which is gone, did not delete. What is read beside it is not taken to end with it."""
+    with Told() as told:
+        terms = None if ttl_s is None else KVTerms(owner=7, ttl_s=ttl_s)
+        handoff = make(told).hand_off(asking("t", kv="handoff", num_tokens=71, kv_terms=terms), scattered(71, 16), 70)
+        assert [end for _, (end, _, _) in told.terms.items()][-1] == int(NOW) + TAIL_TTL_S
+        decode = make(told)
+        wanted = asking("t", kv="await_peer", num_tokens=71, handoff=handoff, kv_ready=True, kv_terms=terms)
+        assert not decode.load(wanted, scattered(71, 16), 70).code
+        clock.now += TAIL_TTL_S
+        assert decode.load(wanted, scattered(71, 16), 70).num_tokens == 64
+        keys = decode.scheduler._cut.whole_keys(wanted.block_keys, 0, 64)
+        assert not decode.scheduler.lookups.ended(keys, clock.now)
 
 
 def test_a_quota_without_a_time_to_live_leaves_values_as_they_were(make: MakeEngine) -> None:

@@ -14,6 +14,7 @@ from pdkv.errors import EngineUnavailable
 from pdkv.router.generations.request import GenerateRequest, Offer, Route
 from pdkv.router.routing.policies import POLICIES
 from pdkv.router.routing.route_chooser import AFFINITY_TOKENS, MAX_LOCAL_TOKENS
+from pdkv.wire.messages import BlockCounts, ConnectorKind, LoadReport
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (2, 4), (4, 2), (3, 3), (2, 3)])
@@ -69,6 +70,19 @@ def test_engines_whose_connectors_speak_different_versions_are_never_a_pair(poli
     fleet.went_down("decode-0", 0.0)
     start("decode-0", 1)
     assert {rig.choose_decode(make_request(), "prefill-0", 0.0) for _ in range(20)} & {"decode-0"}
+
+
+@pytest.mark.parametrize("kind", ["store", "pull"])
+def test_who_would_compute_a_prompt_anew_is_given_it_at_once_while_no_store_answers(kind: ConnectorKind) -> None:
+    """A probe is for the engine that it was sent to; what is beside a pull or push does not keep anybody from it."""
+    rig, handed_over = ChooserRig(1, 2, kind=kind), Route("prefill-0", "", "prefill_first")
+    report = LoadReport(0, 0, BlockCounts(100, 100, 0, 0, 0, 0))
+    rig.fleet.reported("prefill-0", msgspec.structs.replace(report, connector_problem="no answer"))
+    routes = {rig.choose(make_request(), 0.0) for _ in range(8)}
+    assert routes == ({Route(f"decode-{i}", f"decode-{i}") for i in range(2)} if kind == "store" else {handed_over})
+    assert rig.choose(make_request(probe=True), 0.0) == handed_over
+    rig.fleet.reported("prefill-0", report)
+    assert rig.choose(make_request(), 0.0) == handed_over
 
 
 @pytest.mark.parametrize("policy", POLICIES)
