@@ -23,10 +23,7 @@ class Freed(NamedTuple):
 class _Pool(ctypes.Structure):
     """block_pool.c's `Pool`."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("states", "num_in_state", "places")),
-        ("held", ctypes.c_int64),
-    )
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("states", "num_in_state", "places")), ("held", ctypes.c_int64))
 
 
 @cache
