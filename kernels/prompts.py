@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, load_library
 from pdkv.kernels.host import MAX_HEAD_SIZE
 from pdkv.kernels.linear import Scratch, level
 
@@ -34,13 +34,11 @@ class PromptArgs(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_linear", needs="pdkv_attend_prompts")
-    if library is None or level() == 0:
-        return None
-    library.pdkv_attend_prompts.argtypes = [ctypes.POINTER(PromptArgs)]
-    library.pdkv_attend_prompts.restype = None
-    library.pdkv_prompt_room_bytes.restype = ctypes.c_int64
-    return library
+    functions = {
+        "pdkv_attend_prompts": (None, [ctypes.POINTER(PromptArgs)]),
+        "pdkv_prompt_room_bytes": (NUMBER, ()),
+    }
+    return load_library("_linear", functions) if level() else None
 
 
 def takes(dtype: torch.dtype, num_heads: int, kv_heads: int, head_size: int) -> bool:
