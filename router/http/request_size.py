@@ -13,14 +13,8 @@ class RequestSize:
     """Of the request that a connection's parser is at."""
 
     __slots__ = (
-        "_began",
-        "_body_bytes_before",
-        "_extra_bytes",
-        "_header_bytes",
-        "_limits",
-        "_num_headers",
-        "_url_bytes",
-        "body_bytes",
+        *("_began", "_body_bytes_before", "_extra_bytes", "_header_bytes", "_limits", "_num_headers", "_url_bytes"),
+        *("body_bytes",),
     )
 
     def __init__(self, limits: HttpLimits) -> None:
