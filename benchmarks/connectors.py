@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import layerwise
-from benchmarks.load import Workload, send_all
+from benchmarks.load import Workload, check, send_all
 from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
 from benchmarks.redis_server import redis_server
@@ -261,7 +261,6 @@ def recompute_seconds(context: Context, tokens: int) -> float:
         ttfts = []
         for seed in range(2 if context.quick else 4):
             replies, _ = run_loop(send_all(server.url, server.model, Workload(1, tokens, (2, 2), seed=seed + 1)))
-            if not replies[0].ok:
-                raise RuntimeError(f"a prompt of {tokens} tokens failed: {replies[0].error}")
+            check(replies)
             ttfts.append(replies[0].ttft)
     return median(ttfts[1:])

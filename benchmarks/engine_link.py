@@ -2,7 +2,6 @@
 
 import secrets
 import time
-from types import TracebackType
 from typing import NamedTuple
 
 import zmq
@@ -63,8 +62,6 @@ class EngineLink:
     def __enter__(self) -> "EngineLink":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close(linger=0)
         self._context.term()

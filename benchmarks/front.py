@@ -10,14 +10,13 @@ import random
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from benchmarks.client import Reply, complete
 from benchmarks.engine_link import EngineLink, Timing
-from benchmarks.load import Workload, random_prompt, send_all
+from benchmarks.load import Workload, check, random_prompt, send_all
 from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
@@ -79,7 +78,7 @@ def _run_cpu(server: Server, num_requests: int) -> float:
     """CPU seconds of all processes. Raises RuntimeError if a request failed."""
     began = cpu_seconds(server)
     replies, _ = run_loop(send_all(server.url, server.model, workload(num_requests, 8)))
-    _check(replies)
+    check(replies)
     return cpu_seconds(server).since(began).total
 
 
@@ -109,7 +108,7 @@ def _tokens(model: Path, num_streams: int, quick: bool) -> Claim:
             began = router.cpu_seconds()
             replies, _ = run_loop(send_all(router.url, router.model, load))
             used = router.cpu_seconds() - began
-        _check(replies)
+        check(replies)
         figures[f"us {name}".strip()] = used / sum(reply.num_tokens for reply in replies) * 1e6
     limit = TOKEN_LIMITS_US[num_streams]
     title = f"router CPU a token, {num_streams} streams of 10 in, 20 to 500 out / {limit:g} us"
@@ -181,7 +180,7 @@ def added_latency(model: Path, quick: bool) -> Claim:
                 else:
                     reply = run_loop(complete(router.url, model=router.model, prompt=prompt, max_tokens=16))
             assert straight is not None
-            _check([reply])
+            check([reply])
             if turn >= 4:  # they are warm
                 first.append(reply.ttft - straight.first_token)
                 end.append(reply.stamps[-1] - reply.sent - straight.end)
@@ -215,9 +214,3 @@ async def _refusals(router: Alone, num_streams: int, number: int) -> list[float]
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-
-
-def _check(replies: Sequence[Reply]) -> None:
-    errors = [reply.error for reply in replies if reply.error is not None]
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(replies)} requests failed: {errors[0]}")

@@ -7,11 +7,10 @@ aggregated engine on the same cores stands beside it.
 import asyncio
 import random
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.client import Reply, complete
-from benchmarks.load import Workload, measure, percentile, random_prompt
+from benchmarks.load import Workload, check, measure, percentile, random_prompt
 from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
@@ -106,11 +105,5 @@ async def _gaps(server: Server, arrivals: Arrivals | None, seconds: float) -> li
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    _check([*replies, *prompts])
+    check([*replies, *prompts])
     return [gap for reply in replies for gap in reply.gaps]
-
-
-def _check(replies: Sequence[Reply]) -> None:
-    errors = [reply.error for reply in replies if reply.error is not None]
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(replies)} requests failed: {errors[0]}")

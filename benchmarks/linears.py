@@ -154,10 +154,7 @@ def _shape(
         found[rows] = (
             times["layers"].median / count / bound,
             _figures(shape, times, count, bound)
-            | {
-                f"{shape}: GB/s": bandwidth / 1e6,
-                f"{shape}: GFLOP/s": operations / 1e6,
-            },
+            | {f"{shape}: GB/s": bandwidth / 1e6, f"{shape}: GFLOP/s": operations / 1e6},
         )
     return found
 

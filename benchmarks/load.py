@@ -63,6 +63,13 @@ async def send_all(url: str, model: str, workload: Workload) -> tuple[list[Reply
     return list(replies), time.perf_counter() - start
 
 
+def check(replies: Sequence[Reply]) -> None:
+    """Raises RuntimeError if one failed: a figure over what is left would be wrong."""
+    errors = [reply.error for reply in replies if not reply.ok]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(replies)} requests failed: {errors[0]}")
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which that share of all values lies (nearest rank)."""
     ordered = sorted(values)
@@ -119,13 +126,11 @@ def measure(url: str, model: str, workload: Workload) -> dict[str, Any]:
     """Send a workload and summarize what came back.
 
     Raises:
-        RuntimeError: a request failed; a figure over what is left would be wrong.
+        RuntimeError: a request failed.
     """
     replies, wall_s = run(send_all(url, model, workload))
-    report = summarize(replies, wall_s, workload.input_len)
-    if report["failed"]:
-        raise RuntimeError(f"{report['failed']} of {len(replies)} requests to {url} failed: {report['first_error']}")
-    return report
+    check(replies)
+    return summarize(replies, wall_s, workload.input_len)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,36 +18,12 @@ from typing import Any
 
 VOCAB_SIZE = 4096
 MAX_LEN = 8192
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "mid": {
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "large": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "8b": {  # Llama 3.1 8B's shape
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-    },
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": dict(zip(_SHAPE, (256, 768, 4, 8, 4), strict=True)),
+    "mid": dict(zip(_SHAPE, (1024, 2816, 16, 16, 8), strict=True)),
+    "large": dict(zip(_SHAPE, (2048, 5632, 20, 16, 8), strict=True)),
+    "8b": {**dict(zip(_SHAPE, (4096, 14336, 32, 32, 8), strict=True)), "vocab_size": 128_256},  # Llama 3.1 8B's
 }
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SEED = 0

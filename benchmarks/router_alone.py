@@ -18,7 +18,6 @@ from pdkv.launch.specs import RouterSpec, encode
 from pdkv.router.engines.address import EngineAddress
 
 _ROOT = Path(__file__).parent.parent
-_KIB = 1024
 
 
 class Alone(NamedTuple):

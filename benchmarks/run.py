@@ -18,7 +18,6 @@ from benchmarks import (
     connectors,
     cpu_step,
     dtypes,
-    engine_vs_vllm,
     front,
     host_gap,
     hosts,
@@ -31,7 +30,6 @@ from benchmarks import (
     look_ahead,
     many,
     pd_balance,
-    pd_vs_vllm,
     peers,
     sampler,
     startup,
@@ -41,6 +39,7 @@ from benchmarks import (
     structured,
     swap,
     ttft,
+    versus,
 )
 from benchmarks.report import Claim, Context, Outcome, load_average, save, show
 from benchmarks.servers import end_by_signal
@@ -65,9 +64,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "ttft_tiny": _of(ttft.run, "tiny"),
     "ttft_mid": _of(ttft.run, "mid"),
     "ttft_digests": ttft.run_digests,
-    "engine_tiny": _of(engine_vs_vllm.run, "tiny"),
-    "engine_mid": _of(engine_vs_vllm.run, "mid"),
-    "pd_tiny": _of(pd_vs_vllm.run, "tiny"),
+    "engine_tiny": _of(versus.run_engine, "tiny"),
+    "engine_mid": _of(versus.run_engine, "mid"),
+    "pd_tiny": _of(versus.run_pd, "tiny"),
     "balance_tiny": _of(pd_balance.run, "tiny"),
     "balance_mid": _of(pd_balance.run, "mid"),
     "many": many.run,

@@ -138,17 +138,7 @@ def pdkv(
     """`pd launch`, ready. `prefill` 0: aggregated engines. `python`: of another installation."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [
-        str(python),
-        "-P",
-        "-m",
-        "pdkv.cli",
-        "launch",
-        "--prefill",
-        str(prefill),
-        "--decode",
-        str(decode),
-    ]
+    command = [str(python), "-P", "-m", "pdkv.cli", "launch", "--prefill", str(prefill), "--decode", str(decode)]
     command += ["--port", str(port), "--log-level", "warning", *options]
     if model is not None:
         command += ["--model", str(model.resolve())]

@@ -32,17 +32,7 @@ from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.errors import ConfigError
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import (
-    EngineCard,
-    EngineToRouter,
-    HandedOff,
-    KVLayout,
-    Loaded,
-    Peers,
-    Release,
-    Submit,
-    Tokens,
-)
+from pdkv.wire.messages import EngineCard, EngineToRouter, HandedOff, KVLayout, Loaded, Peers, Release, Submit, Tokens
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -17,16 +17,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from benchmarks.report import Claim, Context
-from benchmarks.step_thread import (
-    BLOCK_SIZE,
-    CONNECTORS,
-    VOCAB_SIZE,
-    WAIT_S,
-    engine,
-    has_nixl,
-    scatter,
-    submit,
-)
+from benchmarks.step_thread import BLOCK_SIZE, CONNECTORS, VOCAB_SIZE, WAIT_S, engine, has_nixl, scatter, submit
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import prepare
 from pdkv.wire.messages import (

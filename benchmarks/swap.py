@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from benchmarks.load import Workload
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
-from benchmarks.servers import Server, get, pdkv
+from benchmarks.servers import metric, pdkv
 from benchmarks.versus import throughput
 from pdkv.connector_kit.bench.spread import Spread
 
@@ -34,15 +34,13 @@ def run(context: Context) -> list[Claim]:
                 rate = throughput(servers[policy], Workload(burst, INPUT_LEN, (output_len,) * 2, burst, seed=seed + 1))
                 if seed >= 0:
                     rates[policy].append(rate)
-        preempted = {f"{policy}, preemptions": _num_preempted(server) for policy, server in servers.items()}
+        preempted = {
+            f"{policy}, preemptions": metric(server, "pdkv_engine_preemptions_total")
+            for policy, server in servers.items()
+        }
     ratio = Spread.of(a / b for a, b in zip(rates["auto"], rates["recompute"], strict=True))
     figures = {f"{policy} tok/s": Spread.of(found).median for policy, found in rates.items()}
     title = (
         f"mid, bursts of {burst} x {INPUT_LEN} in, {output_len} out in 4,096 tokens of pool: read again / recomputed"
     )
     return [Claim.of(title, ratio, LIMIT, "higher", figures | preempted)]
-
-
-def _num_preempted(server: Server) -> float:
-    lines = get(server.url + "/metrics").decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("pdkv_engine_preemptions_total"))

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.client import Reply
+from benchmarks.load import check, send_all
 from benchmarks.load import run as run_loop
-from benchmarks.load import send_all
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
@@ -90,7 +90,7 @@ def _second_token_s(server: Server, num_requests: int) -> float:
     """Median over some requests, one at a time."""
     load = workload(num_requests, 1)._replace(output_len=(4, 4))
     replies, _ = run_loop(send_all(server.url, server.model, load))
-    _check(replies)
+    check(replies)
     return float(median(reply.ttft + reply.gaps[0] for reply in replies))
 
 
@@ -121,15 +121,9 @@ def _gap(size: str, name: str, rounds: Sequence[Round]) -> Claim:
 
 def _send(server: Server, num_requests: int) -> list[Reply]:
     replies, _ = run_loop(send_all(server.url, server.model, workload(num_requests, 1)))
-    _check(replies)
+    check(replies)
     result: list[Reply] = replies
     return result
-
-
-def _check(replies: Sequence[Reply]) -> None:
-    errors = [reply.error for reply in replies if reply.error is not None]
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(replies)} requests failed: {errors[0]}")
 
 
 def _copy_seconds(size: str) -> float:

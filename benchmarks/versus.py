@@ -1,4 +1,8 @@
-"""Throughput of two servers beside each other: rounds alternate between them, so that both see the same machine."""
+"""Throughput of two servers beside each other: rounds alternate between them, so that both see the same machine.
+
+One engine stands against vLLM's CPU build on the same cores, and 1P1D over shared memory against vLLM's over NIXL, one
+core for each engine: output tokens a second, 512 tokens in, 64 out.
+"""
 
 from collections.abc import Sequence
 from itertools import count
@@ -6,10 +10,21 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.load import Workload, measure
-from benchmarks.servers import Server
+from benchmarks.models import find_model
+from benchmarks.peers import vllm, vllm_pd
+from benchmarks.report import Claim, Context
+from benchmarks.servers import Server, pdkv
+from pdkv.host.processor import emulates_bfloat16, instruction_set
 
 INPUT_LEN = 512
 OUTPUT_LEN = 64
+
+LIMITS = {"tiny": {1: 1.5, 8: 1.5, 32: 1.4}, "mid": {1: 1.5, 8: 1.8, 32: 2.2}}
+"""By model and concurrency, where both compute in bfloat16 with the processor's instructions for it."""
+
+LIMITS_IN_FLOAT32 = LIMITS | {"mid": {1: 1.2, 8: 1.5, 32: 1.5}}
+PD_LIMITS = {8: 2.0, 32: 2.0}
+MEMORY = ("--kv-cache-memory", "2GiB")  # what vLLM gets too
 
 _seeds = count(1)
 """Every workload has prompts of its own: nothing is found in a prefix cache."""
@@ -47,3 +62,40 @@ def compare(ours: Server, theirs: Server, *, concurrency: int, num_requests: int
     return Versus(
         ratio=median(a / b for a, b in rates), ours=median(a for a, _ in rates), theirs=median(b for _, b in rates)
     )
+
+
+def run_engine(context: Context, size: str) -> list[Claim]:
+    """One engine against vLLM's; one claim per concurrency."""
+    assert context.vllm is not None
+    model = find_model(context.models, size)
+    limits = LIMITS_IN_FLOAT32 if emulates_bfloat16() else LIMITS
+    claims = []
+    with vllm(context.vllm, model) as theirs, pdkv(model, prefill=0, decode=1, options=MEMORY) as ours:
+        for concurrency, limit in limits[size].items():
+            rounds = 5 if size == "tiny" else 3
+            num_requests = 8 * concurrency if size == "tiny" else max(concurrency, 4)
+            title = f"{size}, concurrency {concurrency}, {instruction_set()}"
+            claims.append(_claim(context, title, ours, theirs, limit, concurrency, num_requests, rounds))
+    return claims
+
+
+def run_pd(context: Context, size: str) -> list[Claim]:
+    """1P1D against vLLM's; one claim per concurrency."""
+    assert context.vllm is not None
+    model = find_model(context.models, size)
+    with (
+        vllm_pd(context.vllm, model) as theirs,
+        pdkv(model, prefill=1, decode=1, options=["--threads", "1", *MEMORY]) as ours,
+    ):
+        return [
+            _claim(context, f"{size}, concurrency {concurrency}", ours, theirs, limit, concurrency, 4 * concurrency, 4)
+            for concurrency, limit in PD_LIMITS.items()
+        ]
+
+
+def _claim(
+    context: Context, title: str, ours: Server, theirs: Server, limit: float, concurrency: int, num: int, rounds: int
+) -> Claim:
+    num_requests, rounds = (concurrency, 1) if context.quick else (num, rounds)
+    found = compare(ours, theirs, concurrency=concurrency, num_requests=num_requests, rounds=rounds)
+    return Claim(title, found.ratio, limit, "higher", {"pdkv tok/s": found.ours, "vllm tok/s": found.theirs})

@@ -4,7 +4,7 @@ A block is in the free queue if and only if nobody holds it. A block with a key 
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from itertools import chain
@@ -88,7 +88,6 @@ class BlockPool:
         self._is_announced_of = memoryview(self._is_announced.data)
         self._state_of = memoryview(self._states.data)
         self._num_of = [memoryview(self._num_holders[holder].data) for holder in Holder]
-        self._marks = np.zeros(num_blocks, dtype=np.int64)  # for `_distinct`
         self._compiled: HolderCounts | None = None
         if available():
             arrays = (self._states, self._num_holders, self._in_states, self._free.places)
@@ -130,22 +129,9 @@ class BlockPool:
 
     def hold(self, block_ids: Collection[int], holder: Holder) -> None:
         """Add one holder to each block, as often as it is named."""
-        if len(block_ids) <= _FEW:
-            self._hold_few(block_ids, holder)
-            return
-        if self._compiled is not None:
+        if self._compiled is not None and len(block_ids) > _FEW:
             self._free.taken(self._compiled.hold(int64_array(block_ids), holder))
             return
-        counts = self._num_holders[holder]
-        for held in self._distinct(block_ids):
-            before = self._states[held]
-            counts[held] += 1
-            is_free = before & _HELD == 0
-            if is_free.any():
-                self._free.remove(held[is_free])
-            self._set_states(held, before, before | np.uint8(1 << holder))
-
-    def _hold_few(self, block_ids: Iterable[int], holder: Holder) -> None:
         counts, states, bit = self._num_of[holder], self._state_of, 1 << holder
         for block_id in block_ids:
             before = states[block_id]
@@ -160,33 +146,16 @@ class BlockPool:
 
         Content stays findable. The end of a chain is reused before its beginning, and blocks without content first.
         """
-        if len(block_ids) <= _FEW:
-            self._release_few(block_ids, holder)
-            return
-        if self._compiled is not None:
+        if self._compiled is not None and len(block_ids) > _FEW:
             freed = self._compiled.release(int64_array(block_ids), holder)
             self._free.push(freed.cached, cached=True)
             self._free.push(freed.empty, cached=False)
             return
-        counts = self._num_holders[holder]
-        for released in self._distinct(block_ids[::-1]):
-            num_left = counts[released] - 1
-            if num_left.min() < 0:
-                raise AssertionError(f"block {released[num_left.argmin()]} has no {holder.name} holder")
-            counts[released] = num_left
-            before = self._states[released]
-            after = np.where(num_left == 0, before & np.uint8(~(1 << holder) & 0xFF), before)
-            self._set_states(released, before, after)
-            if (after & _HELD).all():
-                continue  # others hold them
-            self._free.push(released[after == _CONTENT], cached=True)
-            self._free.push(released[after == 0], cached=False)
-
-    def _release_few(self, block_ids: Sequence[int], holder: Holder) -> None:
         counts, states, num_in_state, others = self._num_of[holder], self._state_of, self._num_in_state, ~(1 << holder)
         for block_id in reversed(block_ids):
             num_left = counts[block_id] - 1
-            assert num_left >= 0, f"block {block_id} has no {holder.name} holder"
+            if num_left < 0:
+                raise AssertionError(f"block {block_id} has no {holder.name} holder")
             counts[block_id] = num_left
             if not num_left:
                 before = states[block_id]
@@ -316,17 +285,15 @@ class BlockPool:
         """The blocks' content, where they have some, turned out to be wrong: nobody finds it any more, and peers that
         read it refuse it.
         """
-        for distinct in self._distinct(block_ids):
-            with_content = distinct[self._states[distinct] & _CONTENT != 0]
-            if not with_content.size:
-                continue
-            before = self._states[with_content]
-            self._forget(with_content)
-            self.table.reuse_all(with_content.tolist())
-            cached = with_content[before == _CONTENT]
-            self._free.remove(cached)
-            self._free.push(cached, cached=False)
-            self._set_states(with_content, before, before & np.uint8(_HELD))
+        distinct = int64_array(list(dict.fromkeys(block_ids)))
+        with_content = distinct[self._states[distinct] & _CONTENT != 0]
+        before = self._states[with_content]
+        self._forget(with_content)
+        self.table.reuse_all(with_content.tolist())
+        cached = with_content[before == _CONTENT]
+        self._free.remove(cached)
+        self._free.push(cached, cached=False)
+        self._set_states(with_content, before, before & np.uint8(_HELD))
 
     def drop_cached(self, block_ids: Sequence[int] | None = None) -> int:
         """Drop the content of these blocks, or of all, as an eviction does; what anybody holds keeps its content.
@@ -377,19 +344,6 @@ class BlockPool:
         assert indexed == {key: block_id for key, block_id in self._by_key.items() if key not in stale}
         assert sum(keys[-1] is not None for keys in self._keys) == len(self._by_key) - len(self._stale)
         self._free.check_integrity(np.flatnonzero(self._states == 0), np.flatnonzero(self._states == _CONTENT))
-
-    def _distinct(self, block_ids: Collection[int]) -> Iterator[Ids]:
-        """The blocks in parts of which none names a block twice."""
-        rest = int64_array(block_ids)
-        while rest.size:
-            places = np.arange(rest.size)
-            self._marks[rest] = places
-            counts = self._marks[rest] == places
-            if counts.all():
-                yield rest
-                return
-            yield rest[counts]
-            rest = rest[~counts]
 
     def _set_state(self, block_id: int, before: int, after: int) -> None:
         self._state_of[block_id] = after

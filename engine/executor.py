@@ -159,12 +159,7 @@ def _make_layout(
     kv_dtype = resolve_kv_dtype(config, dtype, device)
     kv_scales = () if kv_dtype == dtype else read_kv_scales(config.model, model_config.num_layers, weights)
     return make_layout(
-        model_config,
-        block_size=config.block_size,
-        dtype=kv_dtype,
-        shard=shard,
-        grouped=grouped,
-        kv_scales=kv_scales,
+        model_config, block_size=config.block_size, dtype=kv_dtype, shard=shard, grouped=grouped, kv_scales=kv_scales
     )
 
 

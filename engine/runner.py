@@ -254,13 +254,7 @@ class ModelRunner:
         logits = self._model.logits(hidden)[: len(drawn.rows)]
         return self._draw(inputs, logits, drawn, check)
 
-    def _draw(
-        self,
-        inputs: StepInputs,
-        logits: torch.Tensor,
-        drawn: DrawRows,
-        check: FiniteCheck | None,
-    ) -> _Computed:
+    def _draw(self, inputs: StepInputs, logits: torch.Tensor, drawn: DrawRows, check: FiniteCheck | None) -> _Computed:
         """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
         batch, sampling = self._batch, self._sampling
         masks, late = self._masks.take(drawn, batch)  # a device computes the logits meanwhile

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.block_keys import extend_keys
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 from pdkv.kernels.int_lists import int32_array
 
 KEY_BYTES = 16
@@ -22,11 +22,7 @@ _FEW_KEYS = 8
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys", needs="pdkv_block_keys")
-    if library is not None:
-        library.pdkv_block_keys.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2]
-        library.pdkv_block_keys.restype = None
-    return library
+    return load_library("_block_keys", {"pdkv_block_keys": (None, [*[POINTER] * 3, NUMBER, NUMBER])})
 
 
 def available() -> bool:

@@ -1,6 +1,6 @@
 /* Holders of many blocks at once, called through ctypes (kernels/block_pool.py) with the GIL: it takes microseconds.
  *
- * The arrays are those of engine/block_pool.py, which has the same with numpy. A state has a bit per kind of holder
+ * The arrays are those of engine/block_pool.py, which has the same in Python. A state has a bit per kind of holder
  * (together `held`) and one for content.
  */
 #include <stdint.h>

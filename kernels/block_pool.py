@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 
 Numbers = npt.NDArray[np.int64]
 
@@ -23,22 +23,14 @@ class Freed(NamedTuple):
 class _Pool(ctypes.Structure):
     """block_pool.c's `Pool`."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("states", "num_in_state", "places")),
-        ("held", ctypes.c_int64),
-    )
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("states", "num_in_state", "places")), ("held", ctypes.c_int64))
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys", needs="pdkv_hold", keeps_gil=True)
-    if library is None:
-        return None
-    library.pdkv_hold.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2]
-    library.pdkv_hold.restype = ctypes.c_int64
-    library.pdkv_release.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3]
-    library.pdkv_release.restype = ctypes.c_int64
-    return library
+    arguments = [*[POINTER] * 3, NUMBER, NUMBER]
+    functions = {"pdkv_hold": (NUMBER, arguments), "pdkv_release": (NUMBER, [*arguments, *[POINTER] * 3])}
+    return load_library("_block_keys", functions, keeps_gil=True)
 
 
 def available() -> bool:

@@ -14,7 +14,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, load_library
 
 Numbers = npt.NDArray[np.int64]
 
@@ -30,14 +30,9 @@ _MOST = int(np.iinfo(np.int64).max)
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys", needs="pdkv_pack_blocks", keeps_gil=True)
-    if library is None:
-        return None
-    library.pdkv_pack_blocks.argtypes = [ctypes.py_object, ctypes.py_object]
-    library.pdkv_pack_blocks.restype = ctypes.py_object
-    library.pdkv_unpack_blocks.argtypes = [ctypes.py_object, ctypes.c_int64]
-    library.pdkv_unpack_blocks.restype = ctypes.py_object
-    return library
+    any_ = ctypes.py_object
+    functions = {"pdkv_pack_blocks": (any_, [any_, any_]), "pdkv_unpack_blocks": (any_, [any_, NUMBER])}
+    return load_library("_block_keys", functions, keeps_gil=True)
 
 
 def available() -> bool:

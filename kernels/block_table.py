@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import POINTER, load_library
 
 _ARRAYS = ("generations", "published", "keys", "entries", "slots")
 _SIZES = ("num_blocks", "keys_per_block", "num_sets", "ways")
@@ -21,13 +21,9 @@ class _Table(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys", needs="pdkv_publish_blocks", keeps_gil=True)
-    if library is None:
-        return None
-    library.pdkv_reuse_blocks.argtypes = [ctypes.c_void_p, ctypes.py_object]
-    library.pdkv_publish_blocks.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-    library.pdkv_reuse_blocks.restype = library.pdkv_publish_blocks.restype = ctypes.py_object
-    return library
+    any_ = ctypes.py_object
+    functions = {"pdkv_reuse_blocks": (any_, [POINTER, any_]), "pdkv_publish_blocks": (any_, [POINTER, any_, any_])}
+    return load_library("_block_keys", functions, keeps_gil=True)
 
 
 def available() -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.kernels import rans
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, load_library
 from pdkv.kernels.floats import as_floats, store_floats
 from pdkv.kernels.host import DTYPES
 
@@ -104,12 +104,8 @@ class _Args(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_codec", needs="pdkv_cachegen_decode")
-    if library is not None:
-        for function in (library.pdkv_cachegen_encode, library.pdkv_cachegen_decode):
-            function.argtypes = [ctypes.POINTER(_Args)]
-            function.restype = ctypes.c_int64
-    return library
+    names = ("pdkv_cachegen_encode", "pdkv_cachegen_decode")
+    return load_library("_codec", dict.fromkeys(names, (NUMBER, [ctypes.POINTER(_Args)])))
 
 
 def available() -> bool:

@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import logging
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +23,18 @@ def load_all() -> None:
             ctypes.CDLL(str(path))
 
 
-def load_library(name: str, *, needs: str, keeps_gil: bool = False) -> ctypes.CDLL | None:
+Functions = Mapping[str, tuple[Any, Any]]
+"""By name: what a function returns and what it takes, as types of ctypes."""
+
+POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
+
+
+def load_library(name: str, functions: Functions, *, keeps_gil: bool = False) -> ctypes.CDLL | None:
     """The library of that name, such as "_host"; None: it was not built, or not for this machine.
 
     Args:
-        needs: a function of it. One without was built from an earlier version's sources, or has nothing for this kind
-            of processor.
+        functions: those of it that will be called. A library without one was built from an earlier version's sources,
+            or has nothing for this kind of processor.
         keeps_gil: its functions take microseconds: less than it may take to get the GIL back from another thread.
     """
     kind = ctypes.PyDLL if keeps_gil else ctypes.CDLL
@@ -36,7 +44,10 @@ def load_library(name: str, *, needs: str, keeps_gil: bool = False) -> ctypes.CD
         except OSError as error:  # built for another machine, or without its libraries here
             logger.info("compiled kernels cannot be loaded: %s", error)
             continue
-        if hasattr(library, needs):
-            return library
-        logger.info("compiled kernels are not used: %s has no %s", path, needs)
+        if missing := [function for function in functions if not hasattr(library, function)]:
+            logger.info("compiled kernels are not used: %s has no %s", path, missing[0])
+            continue
+        for function, (result, arguments) in functions.items():
+            getattr(library, function).restype, getattr(library, function).argtypes = result, arguments
+        return library
     return None

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 from pdkv.kernels.host import Rows
 
 Bytes = npt.NDArray[np.uint8]
@@ -39,12 +39,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_host", needs="pdkv_digest")
-    if library is None:
-        return None
-    library.pdkv_digest.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 8]
-    library.pdkv_digest.restype = None
-    return library
+    return load_library("_host", {"pdkv_digest": (None, [*[POINTER] * 7, *[NUMBER] * 8])})
 
 
 def available() -> bool:

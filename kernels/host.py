@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Dtypes that the kernels take, by torch's name, with their numbers in vectors.h."""
@@ -66,27 +66,21 @@ class Rows(NamedTuple):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_host", needs="pdkv_attend")
-    if library is not None:
-        library.pdkv_attend.argtypes = [ctypes.POINTER(AttentionArgs)]
-        library.pdkv_attend.restype = ctypes.c_int
-        library.pdkv_attend_pieces.argtypes = [ctypes.POINTER(AttentionArgs)]
-        library.pdkv_attend_pieces.restype = ctypes.c_int64
-        pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 8
-        library.pdkv_copy.argtypes = [*pointers, *numbers]
-        library.pdkv_copy.restype = None
-    return library
+    attention = ctypes.POINTER(AttentionArgs)
+    functions = {
+        "pdkv_attend": (ctypes.c_int, [attention]),
+        "pdkv_attend_pieces": (NUMBER, [attention]),
+        "pdkv_copy": (None, [*[POINTER] * 4, *[NUMBER] * 8]),
+    }
+    return load_library("_host", functions)
 
 
 @cache
 def _sampler() -> ctypes.CDLL | None:
-    library = load_library("_sampler", needs="pdkv_draw")
-    if library is not None:
-        library.pdkv_draw.argtypes = [ctypes.POINTER(DrawArgs)]
-        library.pdkv_draw.restype = ctypes.c_int
-        if hasattr(library, "pdkv_mask"):
-            library.pdkv_mask.argtypes = [ctypes.POINTER(MaskArgs)]
-            library.pdkv_mask.restype = None
+    library = load_library("_sampler", {"pdkv_draw": (ctypes.c_int, [ctypes.POINTER(DrawArgs)])})
+    if library is not None and hasattr(library, "pdkv_mask"):
+        library.pdkv_mask.argtypes = [ctypes.POINTER(MaskArgs)]
+        library.pdkv_mask.restype = None
     return library
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, load_library
 
 _FEW = 8
 """Below, the way to the compiled form costs more than it saves."""
@@ -15,13 +15,9 @@ _FEW = 8
 
 @cache
 def _array_of() -> Callable[[object, int], bytearray] | None:
-    library = load_library("_block_keys", needs="pdkv_array_of", keeps_gil=True)
-    if library is None:
-        return None
-    library.pdkv_array_of.argtypes = [ctypes.py_object, ctypes.c_int64]
-    library.pdkv_array_of.restype = ctypes.py_object
-    array_of: Callable[[object, int], bytearray] = library.pdkv_array_of
-    return array_of
+    functions = {"pdkv_array_of": (ctypes.py_object, [ctypes.py_object, NUMBER])}
+    library = load_library("_block_keys", functions, keeps_gil=True)
+    return None if library is None else library.pdkv_array_of
 
 
 def available() -> bool:

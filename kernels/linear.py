@@ -12,7 +12,7 @@ from typing import Final, Literal
 import torch
 
 from pdkv.host.huge_pages import HugeMemory
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 from pdkv.kernels.host import DTYPES
 
 COLUMNS = 32
@@ -78,20 +78,15 @@ _scratch = Scratch()
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_linear", needs="pdkv_pass_heads")
-    if library is not None:
-        library.pdkv_linear_level.restype = ctypes.c_int64
-        if library.pdkv_linear_level() == 0:
-            return None
-        library.pdkv_linear_row_bytes.argtypes = [ctypes.POINTER(_Layer)]
-        library.pdkv_linear_row_bytes.restype = ctypes.c_int64
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.pdkv_linear.argtypes = [
-            ctypes.POINTER(_Layer), pointer, number, pointer, number, pointer, number, pointer, number,
-            number, pointer, ctypes.c_double,
-        ]  # fmt: skip
-        library.pdkv_linear.restype = None
-    return library
+    layer = ctypes.POINTER(_Layer)
+    functions = {
+        "pdkv_linear_level": (NUMBER, ()),
+        "pdkv_linear_row_bytes": (NUMBER, [layer]),
+        "pdkv_linear": (None, [layer, *[POINTER, NUMBER] * 4, NUMBER, POINTER, ctypes.c_double]),
+        "pdkv_pass_heads": (None, ()),  # which passes.py calls
+    }
+    library = load_library("_linear", functions)
+    return library if library is not None and library.pdkv_linear_level() else None
 
 
 @cache

@@ -38,12 +38,9 @@ class HeadPassArgs(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = load_library("_linear", needs="pdkv_pass_heads")
+    taken = {"pdkv_pass": _PassArgs, "pdkv_pass_heads": HeadPassArgs}
+    library = load_library("_linear", {name: (None, [ctypes.POINTER(args)]) for name, args in taken.items()})
     assert library is not None, "ask linear.level() first"
-    library.pdkv_pass.argtypes = [ctypes.POINTER(_PassArgs)]
-    library.pdkv_pass.restype = None
-    library.pdkv_pass_heads.argtypes = [ctypes.POINTER(HeadPassArgs)]
-    library.pdkv_pass_heads.restype = None
     return library
 
 

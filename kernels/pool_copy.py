@@ -9,11 +9,7 @@ _QUAD_BYTES = 16
 
 
 def copy_pieces(
-    target: torch.Tensor,
-    source: torch.Tensor,
-    target_offsets: torch.Tensor,
-    source_offsets: torch.Tensor,
-    rows: Rows,
+    target: torch.Tensor, source: torch.Tensor, target_offsets: torch.Tensor, source_offsets: torch.Tensor, rows: Rows
 ) -> None:
     """Copy equal pieces between two pools that do not overlap, on the current stream of the target's device.
 
@@ -40,11 +36,7 @@ def copy_pieces(
 
 
 def copy_pieces_reference(
-    target: torch.Tensor,
-    source: torch.Tensor,
-    target_offsets: torch.Tensor,
-    source_offsets: torch.Tensor,
-    rows: Rows,
+    target: torch.Tensor, source: torch.Tensor, target_offsets: torch.Tensor, source_offsets: torch.Tensor, rows: Rows
 ) -> None:
     """What `copy_pieces` does, in torch; offsets and strides are multiples of a row, as `Pieces` has them."""
     outer = torch.arange(rows.outer, device=target_offsets.device).unsqueeze(1)

@@ -42,11 +42,7 @@ def _copy_pieces_kernel(
 
 
 def copy_pieces_triton(
-    target: torch.Tensor,
-    source: torch.Tensor,
-    target_offsets: torch.Tensor,
-    source_offsets: torch.Tensor,
-    rows: Rows,
+    target: torch.Tensor, source: torch.Tensor, target_offsets: torch.Tensor, source_offsets: torch.Tensor, rows: Rows
 ) -> None:
     """Launch the kernel; arguments as `copy_pieces` has checked them."""
     num_rows = target_offsets.shape[0] * rows.outer * rows.inner

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -79,17 +79,12 @@ class Coded(NamedTuple):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_codec", needs="pdkv_rans_decode")
-    if library is None:
-        return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.pdkv_rans_encode.argtypes = [pointer, number, pointer, pointer, ctypes.POINTER(RowsArgs), pointer]
-    library.pdkv_rans_encode.restype = number
-    library.pdkv_rans_decode.argtypes = [
-        pointer, pointer, pointer, number, ctypes.POINTER(RowsArgs), pointer, number,
-    ]  # fmt: skip
-    library.pdkv_rans_decode.restype = number
-    return library
+    rows = ctypes.POINTER(RowsArgs)
+    functions = {
+        "pdkv_rans_encode": (NUMBER, [POINTER, NUMBER, POINTER, POINTER, rows, POINTER]),
+        "pdkv_rans_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, rows, POINTER, NUMBER]),
+    }
+    return load_library("_codec", functions)
 
 
 def available() -> bool:

@@ -3,7 +3,7 @@
 import ctypes
 from functools import cache
 
-from pdkv.kernels.compiled import load_library
+from pdkv.kernels.compiled import NUMBER, load_library
 
 
 class StreamArgs(ctypes.Structure):
@@ -31,12 +31,7 @@ class StreamArgs(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_host", needs="pdkv_stream_rows")
-    if library is None:
-        return None
-    library.pdkv_stream_rows.argtypes = [ctypes.POINTER(StreamArgs)]
-    library.pdkv_stream_rows.restype = ctypes.c_int64
-    return library
+    return load_library("_host", {"pdkv_stream_rows": (NUMBER, [ctypes.POINTER(StreamArgs)])})
 
 
 def available() -> bool:

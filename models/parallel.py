@@ -96,10 +96,7 @@ class DeviceRanks(TensorParallel):
 
     def __init__(self, shard: Shard, group: Any, grace_s: float = 0.0) -> None:
         """`grace_s`: so much longer than `set_timeout` says the group itself waits."""
-        from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-            AllgatherOptions,
-            AllreduceOptions,
-        )
+        from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions  # type: ignore[attr-defined]
 
         self.shard = shard
         self._group = group

@@ -23,14 +23,7 @@ from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, Tab
 from pdkv.connectors.arena.device_pool import DevicePoolAddress, ExportedPool, PoolDevice
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.connectors.transfer.planning import Bytes
-from pdkv.errors import (
-    ConfigError,
-    IncompatiblePeers,
-    MalformedMessage,
-    PeerGone,
-    StaleEpoch,
-    TransferError,
-)
+from pdkv.errors import ConfigError, IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch, TransferError
 from pdkv.host.host_id import host_id
 from pdkv.host.process_info import process_start_time
 from pdkv.wire.decoding import decode_total

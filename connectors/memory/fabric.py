@@ -38,12 +38,7 @@ class MemoryFabric:
 
     _named: ClassVar[dict[str, "MemoryFabric"]] = {}
 
-    def __init__(
-        self,
-        *,
-        manual: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, manual: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self.manual = manual
         self.clock = clock
         self.under_way: list[Operation] = []

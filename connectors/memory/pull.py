@@ -3,11 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from pdkv.connectors.base import (
-    Direction,
-    KVConnectorMetadata,
-    TransferKey,
-)
+from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out

@@ -44,14 +44,7 @@ from pdkv.connectors.multi.wire import (
 )
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import (
-    CacheAnswer,
-    CacheOrder,
-    ConnectorKind,
-    ConnectorStats,
-    EngineCard,
-    TierEvents,
-)
+from pdkv.wire.messages import CacheAnswer, CacheOrder, ConnectorKind, ConnectorStats, EngineCard, TierEvents
 
 logger = logging.getLogger(__name__)
 

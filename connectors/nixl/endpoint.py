@@ -18,15 +18,7 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import LEAVE_S, NOTHING, Memory, NixlAgent, may_land_late
 from pdkv.connectors.nixl.doorbell import Doorbell
 from pdkv.connectors.nixl.inbox import Inbox
-from pdkv.connectors.nixl.memory import (
-    PAGE_BYTES,
-    WORD_BYTES,
-    LandingBuffers,
-    Permits,
-    Slots,
-    memory_of,
-    region_of,
-)
+from pdkv.connectors.nixl.memory import PAGE_BYTES, WORD_BYTES, LandingBuffers, Permits, Slots, memory_of, region_of
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.paths import PeerPaths
 from pdkv.connectors.nixl.peers import NixlPeers, agent_name

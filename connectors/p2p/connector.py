@@ -8,13 +8,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import (
-    ConnectorConfig,
-    KVConnector,
-    KVConnectorMetadata,
-    SchedulerConnector,
-    WorkerConnector,
-)
+from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers
 from pdkv.connectors.p2p.wire import FRAMES_VERSION
 from pdkv.connectors.p2p.worker import P2PWorker

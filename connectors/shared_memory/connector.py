@@ -14,13 +14,7 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import SharedBlockTable
 from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.arena.peers import PeerArenas
-from pdkv.connectors.base import (
-    ConnectorConfig,
-    KVConnector,
-    KVConnectorMetadata,
-    SchedulerConnector,
-    WorkerConnector,
-)
+from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.pull_scheduler import PullMetadata
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions

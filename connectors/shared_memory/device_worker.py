@@ -103,11 +103,7 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         return Landed(pieces.num_bytes, None if queued is None else queued.read())
 
     def _copy(
-        self,
-        part: Pieces,
-        source: "torch.Tensor",
-        copies: _Copies,
-        make: Callable[[], QueuedDigests] | None = None,
+        self, part: Pieces, source: "torch.Tensor", copies: _Copies, make: Callable[[], QueuedDigests] | None = None
     ) -> QueuedDigests | None:
         """Copy, and return when it is there, with what `make` makes of it: the blocks may be another one's then.
 

@@ -252,10 +252,7 @@ class PieceDigests:
         if not self.in_kernel:
             return
         if self._kept is None:
-            offsets, sizes = (
-                self.pool._offsets(self.tokens, self._part),
-                self.tokens.counts * self.pool._token_bytes,
-            )
+            offsets, sizes = (self.pool._offsets(self.tokens, self._part), self.tokens.counts * self.pool._token_bytes)
             self._kept = offsets, sizes, _seeds(self.pool.first_head, self._part)
             self._digests = np.zeros((offsets.size, self._part.num_heads), dtype=np.uint64)
         assert self._digests is not None

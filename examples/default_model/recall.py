@@ -88,10 +88,7 @@ def make_recital(seed: int, num_facts: int) -> RecallQuestion:
     facts = draw_facts(seed, num_facts)
     text = facts_text(facts)
     return RecallQuestion(
-        prompt=f"{text} Repeat.\n",
-        answer=text,
-        messages=[{"role": "user", "content": f"{text} Repeat."}],
-        facts=facts,
+        prompt=f"{text} Repeat.\n", answer=text, messages=[{"role": "user", "content": f"{text} Repeat."}], facts=facts
     )
 
 

@@ -66,10 +66,7 @@ def build_tokenizer() -> Tokenizer:
     # Digits and punctuation stay single, so that every fact has the same number of tokens.
     pieces = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pieces, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -384,10 +381,7 @@ def train(model: LlamaForCausalLM, batches: Batches, minutes: float) -> Iterator
     while progress.share < 1.0:
         batch = batches.draw(progress.max_facts)
         hidden = model.model(
-            input_ids=batch.token_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.mask,
-            use_cache=False,
+            input_ids=batch.token_ids, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False
         ).last_hidden_state
         logits = model.lm_head(hidden[:, batch.predicting])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())

@@ -23,8 +23,6 @@ from pdkv.router.engines.books import EXPECTED_OUTPUT, expected_output
 from pdkv.router.generations.request import GenerateRequest
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from pdkv.router.generations.dispatch import Dispatcher, Generation
 
 logger = logging.getLogger(__name__)
@@ -77,7 +75,7 @@ class Admission:
         self._clock = clock
         self._queue: FairQueue[_Waiter] = FairQueue()
         self._scheduled = False
-        self._draining = ""
+        self.draining = ""  # why no new requests are taken; empty: they are
         self._rate = 0.0  # tokens a second that began lately
         self._rate_at = clock()
         dispatcher.on_room = self._on_room
@@ -89,18 +87,13 @@ class Admission:
         """Generations in the queue."""
         return len(self._queue)
 
-    @property
-    def draining(self) -> str:
-        """Why no new requests are taken; empty: they are."""
-        return self._draining
-
     def drain(self, why: str = "the server is stopping") -> None:
         """Take no new requests from now on: they get 503. What has come already is served. Idempotent."""
-        self._draining = why
+        self.draining = why
 
     def resume(self) -> None:
         """Take requests again."""
-        self._draining = ""
+        self.draining = ""
 
     def arrive(self, tenant: Tenant) -> "Visit":
         """A request comes. Nothing is known of it yet but whose it is.
@@ -109,8 +102,8 @@ class Admission:
             Draining: no new requests are taken.
             TooManyRequests: the queue is full, or the tenant has as many requests as it may have.
         """
-        if self._draining:
-            raise Draining(f"{self._draining}: try again", retry_after_s=1.0)
+        if self.draining:
+            raise Draining(f"{self.draining}: try again", retry_after_s=1.0)
         if self.num_pending >= self.config.max_queued_requests or self.pending_tokens >= self.config.max_queued_tokens:
             self._refuse()
         tenant.enter()
@@ -366,9 +359,7 @@ class Visit:
     def __enter__(self) -> "Visit":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: "TracebackType | None"
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -123,7 +123,7 @@ class Dispatcher(Listener):
 
     def close(self) -> None:
         """End all generations and disconnect. Idempotent."""
-        self._closed = True
+        self.closed = True
         if self._ticker is not None:
             self._ticker.cancel()
         for generation in list(self._generations.values()):
@@ -137,7 +137,7 @@ class Dispatcher(Listener):
     @property
     def fault(self) -> str:
         """Why no request can be answered now, for people; empty where one can be."""
-        if self._closed:
+        if self.closed:
             return "the router is shutting down"
         if not self.fleet.complete_once:
             missing = [e.name for e in self.fleet.engines.values() if e.life != "ready"]
@@ -152,7 +152,7 @@ class Dispatcher(Listener):
             if self._log_limit.passes():
                 logger.exception("an error while looking after the engines; the next look is in %g s", TICK_S)
         finally:
-            if not self._closed:
+            if not self.closed:
                 self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def look_after_engines(self) -> None:
@@ -208,7 +208,7 @@ class Dispatcher(Listener):
 
     def has_room(self) -> bool:
         """Whether a generation should begin now. Where none can run at all, `start` is to say so."""
-        return self._closed or not self.fleet.complete_once or self.room.free
+        return self.closed or not self.fleet.complete_once or self.room.free
 
     def start(self, request: GenerateRequest) -> Generation:
         """Send a request to engines, also where there is no room: who calls has asked, or has a reason not to. Where a
@@ -218,7 +218,7 @@ class Dispatcher(Listener):
             EngineUnavailable: none can take it now.
             GrammarGivenUp: an engine gave its grammar up a moment ago.
         """
-        if self._closed:
+        if self.closed:
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
         self.given_up.check(request.params.grammar, now)

@@ -67,18 +67,13 @@ class Listener(Driver):
         self.cache_orders = CacheOrders(self._send, fleet.is_ready)
         self._settled = asyncio.Event()  # it is known whether this start succeeds
         self._refusal: IncompatiblePeers | None = None  # why it does not
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+        self.closed = False  # whether `close` was called
 
     @property
     def ready(self) -> bool:
         """Whether requests can be served: every engine has been ready once, and a pair is ready now."""
         roles = {e.role for e in self.fleet.engines.values() if e.life == "ready" and not e.draining}
-        return self.fleet.complete_once and not self._closed and ("any" in roles or {"prefill", "decode"} <= roles)
+        return self.fleet.complete_once and not self.closed and ("any" in roles or {"prefill", "decode"} <= roles)
 
     async def wait_ready(self) -> None:
         """Return when it has been ready for the first time.
@@ -96,7 +91,7 @@ class Listener(Driver):
 
     def _work_on_index(self) -> None:
         """A slice of what the index has put off; other callbacks have their turn before the next."""
-        if not self._closed and self.index.work():
+        if not self.closed and self.index.work():
             self.work_on_index_soon()
 
     # --- what engines say (EngineListener) ------------------------------------------------------------------------

@@ -13,15 +13,8 @@ class Output:
     """Tokens by position. `token_ids` are all so far; any engine can go on behind them."""
 
     __slots__ = (
-        "_end_taken",
-        "_max_tokens",
-        "_num_prompt",
-        "_pending",
-        "_pending_logprobs",
-        "_pending_prompt_logprobs",
-        "num_duplicates",
-        "prompt_logprobs_known",
-        "token_ids",
+        *("_end_taken", "_max_tokens", "_num_prompt", "_pending", "_pending_logprobs", "_pending_prompt_logprobs"),
+        *("num_duplicates", "prompt_logprobs_known", "token_ids"),
     )
 
     def __init__(self, request: GenerateRequest) -> None:

@@ -1,7 +1,5 @@
 """Which suspect each engine has, and which of them runs alone there now (docs/failures.md)."""
 
-from collections.abc import Mapping
-
 from pdkv.router.generations.generation import Generation
 from pdkv.wire.messages import RequestKey, Trial
 
@@ -10,17 +8,12 @@ class Trials:
     """Suspects of one dispatcher, one per engine at a time. An engine says when it runs its suspect alone."""
 
     def __init__(self) -> None:
-        self._suspects: dict[str, Generation] = {}  # by engine
+        self.suspects: dict[str, Generation] = {}  # by engine
         self._alone: dict[str, RequestKey] = {}  # by engine: nothing but this runs there
-
-    @property
-    def suspects(self) -> Mapping[str, Generation]:
-        """By engine, the suspect that it has."""
-        return self._suspects
 
     def engines_with_others(self, generation: Generation) -> set[str]:
         """Engines that have another suspect."""
-        return {name for name, other in self._suspects.items() if other is not generation}
+        return {name for name, other in self.suspects.items() if other is not generation}
 
     def hear(self, engine: str, message: Trial) -> None:
         """An engine begins or ends to run a suspect alone, and waits for the answer."""
@@ -31,17 +24,17 @@ class Trials:
 
     def engine_died(self, engine: str) -> RequestKey | None:
         """Forget the engine. Returns what ran there alone."""
-        self._suspects.pop(engine, None)
+        self.suspects.pop(engine, None)
         return self._alone.pop(engine, None)
 
     def track(self, generation: Generation) -> bool:
         """Note where it runs, or that it is no suspect any more. True: an engine came free for another suspect."""
         failures, flow = generation.failures, generation.flow
-        had = {name for name, other in self._suspects.items() if other is generation}
+        had = {name for name, other in self.suspects.items() if other is generation}
         on_trial = failures is not None and failures.is_suspect and not flow.ended
         has = {name for name in set(flow.route[:2]) if on_trial and flow.runs_on(name)}
         for name in had - has:
-            del self._suspects[name]
+            del self.suspects[name]
         for name in has:
-            self._suspects[name] = generation
+            self.suspects[name] = generation
         return not had <= has

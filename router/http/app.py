@@ -32,9 +32,9 @@ from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.endpoint import GenerateEndpoint, Prepare
-from pdkv.router.http.held_metrics import HeldCollector
+from pdkv.router.http.held_metrics import held_metrics
 from pdkv.router.http.intake import Intake
-from pdkv.router.http.key_metrics import KeyCollector
+from pdkv.router.http.key_metrics import key_metrics
 from pdkv.router.http.metrics import Endpoint, Metrics
 from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.openapi import openapi
@@ -98,7 +98,7 @@ def create_app(
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
     metrics = Metrics(dispatcher, served_model_name, instruments, admission)
     if keys is not None:
-        metrics.register(KeyCollector(lambda: keys.tenants))
+        metrics.register(lambda: key_metrics(keys.tenants))
     served = ServedModel(
         name=served_model_name,
         tokenizer=tokenizer,
@@ -120,7 +120,7 @@ def create_app(
         "text_bytes": lambda: pool.held,
         "open_generations": lambda: dispatcher.num_running,
     }
-    metrics.register(HeldCollector(held))
+    metrics.register(lambda: held_metrics(held))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

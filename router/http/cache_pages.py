@@ -73,7 +73,7 @@ class CacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     return_keys: bool = False
 
 
-_BODY = BodyDecoder[CacheBody](CacheBody, CacheBody, tokens="tokens")
+_BODY = BodyDecoder(CacheBody, tokens="tokens")
 
 
 class CachePages:

@@ -16,11 +16,7 @@ _SHOWN = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", 
 
 
 def read_conversation(
-    body: ChatBody | TokenizeChatBody,
-    model: ServedModel,
-    cancelled: Cancelled,
-    *,
-    truncation: Truncation | None = None,
+    body: ChatBody | TokenizeChatBody, model: ServedModel, cancelled: Cancelled, *, truncation: Truncation | None = None
 ) -> Prompt:
     """The prompt of a conversation.
 

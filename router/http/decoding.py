@@ -1,8 +1,11 @@
 """Bodies to typed structs, and what is wrong with a body in words that name the field and what it may be."""
 
+import functools
+import operator
 import re
+import types
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -16,11 +19,6 @@ from pdkv.router.http.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    LenientChatBody,
-    LenientCompletionBody,
-    LenientDetokenizeBody,
-    LenientTokenizeChatBody,
-    LenientTokenizeTextBody,
     TokenizeChatBody,
     TokenizeTextBody,
 )
@@ -40,10 +38,11 @@ T = TypeVar("T")
 class BodyDecoder(Generic[T]):
     """Decodes one kind of body."""
 
-    def __init__(self, strict: type[T], lenient: type[T], *, tokens: str = "") -> None:
-        """`lenient` takes unknown fields, and drops them. `tokens`: the field that may hold a great many token ids."""
-        self._strict, self._lenient = msgspec.json.Decoder(strict), msgspec.json.Decoder(lenient)
-        self._long = LongBodies(strict, lenient, tokens) if tokens else None
+    def __init__(self, strict: type[T], *, tokens: str = "") -> None:
+        """`tokens`: the field that may hold a great many token ids."""
+        lax: type[T] = lenient(strict)
+        self._strict, self._lenient = msgspec.json.Decoder(strict), msgspec.json.Decoder(lax)
+        self._long = LongBodies(strict, lax, tokens) if tokens else None
         self._type = inspect.type_info(strict)
         self._only = list(_only_values(self._type))
 
@@ -79,6 +78,23 @@ class BodyDecoder(Generic[T]):
                     f"{name}: {_listed([given])} is not supported{reason}; allowed: {_listed([only])}", param=name
                 )
         return value
+
+
+def lenient(kind: Any) -> Any:
+    """The same type, whose structs, and those within them, take unknown fields and drop them."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = [(field, lenient(field.type)) for field in msgspec.structs.fields(kind)]
+        own = [(field, type_) for field, type_ in fields if type_ is not field.type]
+        names: dict[str, Any] = {of.name: of.default for of, _ in own if of.default is not msgspec.NODEFAULT}
+        names["__annotations__"] = {field.name: type_ for field, type_ in own}
+        settings = {"frozen": True, "kw_only": True, "forbid_unknown_fields": False}
+        return types.new_class(kind.__name__, (kind,), settings, lambda namespace: namespace.update(names))
+    given = get_args(kind)
+    parts = tuple(map(lenient, given))
+    if all(part is known for part, known in zip(parts, given, strict=True)):
+        return kind
+    origin = get_origin(kind)
+    return functools.reduce(operator.or_, parts) if origin is types.UnionType else origin[parts]
 
 
 def has_field(body: bytes | bytearray, name: str) -> bool:
@@ -168,8 +184,8 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join("true" if value is True else "false" if value is False else repr(value) for value in values)
 
 
-COMPLETION = BodyDecoder[CompletionBody](CompletionBody, LenientCompletionBody, tokens="prompt")
-CHAT = BodyDecoder[ChatBody](ChatBody, LenientChatBody)
-TOKENIZE_TEXT = BodyDecoder[TokenizeTextBody](TokenizeTextBody, LenientTokenizeTextBody)
-TOKENIZE_CHAT = BodyDecoder[TokenizeChatBody](TokenizeChatBody, LenientTokenizeChatBody)
-DETOKENIZE = BodyDecoder[DetokenizeBody](DetokenizeBody, LenientDetokenizeBody, tokens="tokens")
+COMPLETION = BodyDecoder(CompletionBody, tokens="prompt")
+CHAT = BodyDecoder(ChatBody)
+TOKENIZE_TEXT = BodyDecoder(TokenizeTextBody)
+TOKENIZE_CHAT = BodyDecoder(TokenizeChatBody)
+DETOKENIZE = BodyDecoder(DetokenizeBody, tokens="tokens")

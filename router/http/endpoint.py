@@ -183,13 +183,7 @@ class GenerateEndpoint:
         return msgspec.structs.replace(job, cache_salt=salt, kv_terms=terms, tenant=tenant.digest)
 
     async def _receive_job(
-        self,
-        scope: Scope,
-        receive: Receive,
-        exchange: Exchange,
-        model: ServedModel,
-        deadline: Deadline,
-        visit: Visit,
+        self, scope: Scope, receive: Receive, exchange: Exchange, model: ServedModel, deadline: Deadline, visit: Visit
     ) -> tuple[Job, "asyncio.Task[None]"]:
         """The checked request, and the task that ends when the client goes away."""
 

@@ -1,19 +1,23 @@
 """Prometheus metrics of the engines as they reported themselves last, under pdkv's names and under vLLM's."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from pdkv.router.engines.fleet import EngineSnapshot
+from pdkv.router.engines.health import HealthSnapshot
+from pdkv.router.http.exposition import Rows, counter, counters, gauge, gauges, totals
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.messages import LoadReport
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
 
+Family = Callable[[str, str, Sequence[str], Rows], Metric]
+
+_OF_ENGINE = ("engine", "role")
 _BLOCK_CLASSES = ("total", "free", "cached", "active", "leased", "quarantined")
 _SOURCES = ("computed", "recomputed", "local_hit", "remote", "store")
 
@@ -65,147 +69,104 @@ _CONNECTOR_COUNTERS = {
 """Fields of ConnectorStats, and what they count."""
 
 
-class EngineCollector(Collector):
-    """Reads the dispatcher when it is scraped: engines cost nothing in between."""
-
-    def __init__(self, dispatcher: "Dispatcher", model_name: str) -> None:
-        self._dispatcher = dispatcher
-        self._model_name = model_name
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not scrape."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        """Gauges of the last report, counters since the start of each engine's incarnation."""
-        engines = self._dispatcher.engines()
-        loads = [(engine, engine.load) for engine in engines if engine.load is not None]
-        yield from _router_view(engines)
-        yield from _reported(loads)
-        yield from _tiers(self._dispatcher.tiers)
-        yield from _vllm(loads, self._model_name)
+def engine_metrics(dispatcher: "Dispatcher", model_name: str) -> Iterator[Metric]:
+    """Gauges of the last report, counters since the start of each engine's incarnation."""
+    engines = dispatcher.engines()
+    loads = [(engine, engine.load) for engine in engines if engine.load is not None]
+    yield from _router_view(engines)
+    yield from _reported(loads)
+    yield from _tiers(dispatcher.tiers)
+    yield from _vllm(loads, model_name)
+    yield from _judgement(dispatcher.health())
 
 
 def _router_view(engines: list[EngineSnapshot]) -> Iterator[Metric]:
     """What the router itself knows of its engines."""
-    labels = ["engine", "role"]
-    gauges: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
-        "up": ("Whether the engine is ready.", lambda e: float(e.state == "ready")),
-        "in_flight": ("Generations of this router that it has, or will get.", lambda e: float(e.in_flight)),
-        "busy_seconds": ("For how long it had been at its oldest step, at its last beat.", lambda e: e.busy_s),
-        "indexed_keys": ("Block keys of its cache in the router's prefix index.", lambda e: float(e.num_indexed_keys)),
-    }
-    for name, (text, value) in gauges.items():
-        family = GaugeMetricFamily(f"pdkv_engine_{name}", text, labels=labels)
-        for engine in engines:
-            family.add_metric([engine.name, engine.role], value(engine))
-        yield family
-    counters: dict[str, tuple[str, Callable[[EngineSnapshot], int]]] = {
-        "deaths": ("How often the engine was lost.", lambda e: e.num_deaths),
-        "malformed_messages": ("Frames and messages of it that could not be read.", lambda e: e.num_malformed),
-    }
-    for name, (text, count) in counters.items():
-        total = CounterMetricFamily(f"pdkv_engine_{name}", text, labels=labels)
-        for engine in engines:
-            total.add_metric([engine.name, engine.role], count(engine))
-        yield total
+    beat = "For how long it had been at its oldest step, at its last beat."
+    indexed = "Block keys of its cache in the router's prefix index."
+    malformed = "Frames and messages of it that could not be read."
+    table: list[tuple[Family, str, str, Callable[[EngineSnapshot], float]]] = [
+        (gauges, "up", "Whether the engine is ready.", lambda e: e.state == "ready"),
+        (gauges, "in_flight", "Generations of this router that it has, or will get.", lambda e: e.in_flight),
+        (gauges, "busy_seconds", beat, lambda e: e.busy_s),
+        (gauges, "indexed_keys", indexed, lambda e: e.num_indexed_keys),
+        (totals, "deaths", "How often the engine was lost.", lambda e: e.num_deaths),
+        (totals, "malformed_messages", malformed, lambda e: e.num_malformed),
+    ]
+    for family, name, text, value in table:
+        yield family(f"pdkv_engine_{name}", text, _OF_ENGINE, (([e.name, e.role], value(e)) for e in engines))
 
 
 def _reported(loads: list[tuple[EngineSnapshot, LoadReport]]) -> Iterator[Metric]:
     """What the engines say of themselves."""
-    labels = ["engine", "role"]
+    of = [([engine.name, engine.role], load) for engine, load in loads]
     for field, (name, text) in _LOAD_GAUGES.items():
-        gauge = GaugeMetricFamily(f"pdkv_engine_{name}", text, labels=labels)
-        for engine, load in loads:
-            gauge.add_metric([engine.name, engine.role], getattr(load, field))
-        yield gauge
+        yield gauges(f"pdkv_engine_{name}", text, _OF_ENGINE, ((names, getattr(load, field)) for names, load in of))
     for field, (name, text) in _LOAD_COUNTERS.items():
-        counter = CounterMetricFamily(f"pdkv_engine_{name}", text, labels=labels)
-        for engine, load in loads:
-            counter.add_metric([engine.name, engine.role], getattr(load, field))
-        yield counter
-    blocks = GaugeMetricFamily("pdkv_engine_blocks", "KV blocks by class.", labels=[*labels, "class"])
-    sources = CounterMetricFamily(
-        "pdkv_engine_prompt_tokens", "Prompt tokens by where their KV came from.", labels=[*labels, "source"]
-    )
-    for engine, load in loads:
-        for block_class in _BLOCK_CLASSES:
-            blocks.add_metric([engine.name, engine.role, block_class], getattr(load.blocks, block_class))
-        for source in _SOURCES:
-            sources.add_metric([engine.name, engine.role, source], getattr(load.sources, source))
-    yield blocks
-    yield sources
+        yield totals(f"pdkv_engine_{name}", text, _OF_ENGINE, ((names, getattr(load, field)) for names, load in of))
+    blocks = (([*names, of_class], getattr(load.blocks, of_class)) for names, load in of for of_class in _BLOCK_CLASSES)
+    yield gauges("pdkv_engine_blocks", "KV blocks by class.", [*_OF_ENGINE, "class"], blocks)
+    sources = (([*names, source], getattr(load.sources, source)) for names, load in of for source in _SOURCES)
+    text = "Prompt tokens by where their KV came from."
+    yield totals("pdkv_engine_prompt_tokens", text, [*_OF_ENGINE, "source"], sources)
+    labels = [*_OF_ENGINE, "connector"]
+    stats = [([*names, connector], each) for names, load in of for connector, each in load.connectors.items()]
     for field, text in _CONNECTOR_COUNTERS.items():
-        counter = CounterMetricFamily(f"pdkv_connector_{field}", text, labels=[*labels, "connector"])
-        for engine, load in loads:
-            for connector, stats in load.connectors.items():
-                counter.add_metric([engine.name, engine.role, connector], getattr(stats, field))
-        yield counter
-    yield from _held(loads)
-
-
-def _held(loads: list[tuple[EngineSnapshot, LoadReport]]) -> Iterator[Metric]:
-    """What engines have in tiers that know it."""
-    labels = ["engine", "role", "connector"]
-    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
-        "values": GaugeMetricFamily("pdkv_tier_values", "Values in a tier, by who wrote them.", labels=labels),
-        "num_bytes": GaugeMetricFamily("pdkv_tier_bytes", "Memory that they take.", labels=labels),
-        "capacity": GaugeMetricFamily("pdkv_tier_capacity_bytes", "Memory that they may take.", labels=labels),
-        "evicted": CounterMetricFamily("pdkv_tier_evictions", "Values that made room for others.", labels=labels),
-    }
-    for engine, load in loads:
-        for connector, stats in load.connectors.items():
-            if stats.held is not None and stats.held.capacity:
-                for field, family in families.items():
-                    family.add_metric([engine.name, engine.role, connector], getattr(stats.held, field))
-    yield from families.values()
+        yield totals(f"pdkv_connector_{field}", text, labels, ((names, getattr(each, field)) for names, each in stats))
+    held = [(names, each.held) for names, each in stats if each.held is not None and each.held.capacity]
+    table: list[tuple[Family, str, str, str]] = [
+        (gauges, "values", "values", "Values in a tier, by who wrote them."),
+        (gauges, "bytes", "num_bytes", "Memory that they take."),
+        (gauges, "capacity_bytes", "capacity", "Memory that they may take."),
+        (totals, "evictions", "evicted", "Values that made room for others."),
+    ]
+    for family, name, field, text in table:
+        yield family(f"pdkv_tier_{name}", text, labels, ((names, getattr(tier, field)) for names, tier in held))
 
 
 def _tiers(tiers: TierIndex) -> Iterator[Metric]:
     """What the router knows of tiers below the caches."""
-    keys = GaugeMetricFamily(
-        "pdkv_tier_keys", "Keys of a tier below the caches that the router knows of.", labels=["medium", "engine"]
-    )
     num_keys: Counter[tuple[str, str]] = Counter()  # media of one name, as of several hosts, together
     for tier in tiers.describe():
         num_keys[tier["medium"], "" if tier["shared"] else tier["engines"][0]] += tier["keys"]
-    for labels, number in num_keys.items():
-        keys.add_metric(labels, number)
-    yield keys
-    refused = CounterMetricFamily("pdkv_refused_tier_events", "What engines said of tiers that the router refused.")
-    refused.add_metric([], tiers.num_refused)
-    yield refused
+    text = "Keys of a tier below the caches that the router knows of."
+    yield gauges("pdkv_tier_keys", text, ["medium", "engine"], num_keys.items())
+    text = "What engines said of tiers that the router refused."
+    yield counter("pdkv_refused_tier_events", text, tiers.num_refused)
 
 
 def _vllm(loads: list[tuple[EngineSnapshot, LoadReport]], model_name: str) -> Iterator[Metric]:
     """Under vLLM's names; `engine` is the engine's name instead of its index."""
-    labels = ["model_name", "engine"]
-    gauges: dict[str, tuple[str, Callable[[LoadReport], float]]] = {
-        "num_requests_running": ("Number of requests in model execution batches.", lambda load: load.running),
-        "num_requests_waiting": ("Number of requests waiting to be processed.", lambda load: load.waiting),
-        "kv_cache_usage_perc": ("KV-cache usage. 1 means 100 percent usage.", _usage),
-    }
-    for name, (text, value) in gauges.items():
-        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
-        for engine, load in loads:
-            gauge.add_metric([model_name, engine.name], value(load))
-        yield gauge
-    queries, hits = (
-        "prefix cache queries, in terms of number of queried tokens.",
-        "prefix cache hits, in cached tokens.",
-    )
-    counters: dict[str, tuple[str, Callable[[LoadReport], int]]] = {
-        "num_preemptions": ("Cumulative number of preemption from the engine.", lambda load: load.preemptions),
-        "prefix_cache_queries": (f"Local {queries}", _queried),
-        "prefix_cache_hits": (f"Local {hits}", lambda load: load.sources.local_hit),
-        "external_prefix_cache_queries": (f"External {queries}", lambda load: _queried(load) - load.sources.local_hit),
-        "external_prefix_cache_hits": (f"External {hits}", lambda load: load.sources.remote + load.sources.store),
-    }
-    for name, (text, value) in counters.items():
-        counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
-        for engine, load in loads:
-            counter.add_metric([model_name, engine.name], value(load))
-        yield counter
+    queries = "prefix cache queries, in terms of number of queried tokens."
+    hits = "prefix cache hits, in cached tokens."
+    external = "external_prefix_cache"
+    table: list[tuple[Family, str, str, Callable[[LoadReport], float]]] = [
+        (gauges, "num_requests_running", "Number of requests in model execution batches.", lambda load: load.running),
+        (gauges, "num_requests_waiting", "Number of requests waiting to be processed.", lambda load: load.waiting),
+        (gauges, "kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", _usage),
+        (totals, "num_preemptions", "Cumulative number of preemption from the engine.", lambda load: load.preemptions),
+        (totals, "prefix_cache_queries", f"Local {queries}", _queried),
+        (totals, "prefix_cache_hits", f"Local {hits}", lambda load: load.sources.local_hit),
+        (totals, f"{external}_queries", f"External {queries}", lambda load: _queried(load) - load.sources.local_hit),
+        (totals, f"{external}_hits", f"External {hits}", lambda load: load.sources.remote + load.sources.store),
+    ]
+    for family, name, text, value in table:
+        rows = (([model_name, engine.name], value(load)) for engine, load in loads)
+        yield family(f"vllm:{name}", text, ["model_name", "engine"], rows)
+
+
+def _judgement(health: HealthSnapshot) -> Iterator[Metric]:
+    """What the router thinks of its engines: suspects, breakers, probes, moves."""
+    named = [([engine.name, engine.role], engine) for engine in health.engines]
+    text = "Whether it seems to be stopped or stuck."
+    yield gauges("pdkv_engine_suspect", text, _OF_ENGINE, ((names, engine.suspect) for names, engine in named))
+    text = "Whether others are asked first, because it fails too often."
+    yield gauges("pdkv_engine_breaker_open", text, _OF_ENGINE, ((names, e.breaker_open) for names, e in named))
+    text = "Pairs of a prefill and a decode engine whose KV loads fail too often."
+    yield gauge("pdkv_pair_breakers_open", text, health.num_pairs_open)
+    outcomes = {"ok": health.probes_ok, "failed": health.probes_failed}
+    yield counters("pdkv_probes", "Probes of idle engines, by how they ended.", "outcome", outcomes)
+    yield counter("pdkv_moves", "Requests taken off suspects.", health.num_moved)
 
 
 def _usage(load: LoadReport) -> float:

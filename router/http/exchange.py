@@ -55,16 +55,12 @@ class Exchange:
                 param="x-request-id",
             )
 
-    async def send_json(
-        self, status: int, body: object, engines: tuple[str, str] = ("", ""), *, retry_after_s: float = 1.0
-    ) -> None:
-        """The whole response; `retry_after_s` is said with 429 and 503."""
-        await self.send_whole(status, msgspec.json.encode(body), engines, retry_after_s=retry_after_s)
-
     async def send_whole(
         self, status: int, data: bytes, engines: tuple[str, str] = ("", ""), *, retry_after_s: float = 1.0
     ) -> None:
-        """The same of JSON that is made; returns when its client has read it but for a piece."""
+        """The whole response, JSON; returns when its client has read it but for a piece. `retry_after_s` is said with
+        429 and 503.
+        """
         headers = self._headers(b"application/json", engines)
         headers.append((b"content-length", b"%d" % len(data)))
         if status in (429, 503):
@@ -99,7 +95,8 @@ class Exchange:
             await self.end_events(self._encode_failure(error))
         else:
             status, body = describe_error(error)
-            await self.send_json(status, body, retry_after_s=getattr(error, "retry_after_s", 1.0))
+            retry_after_s = getattr(error, "retry_after_s", 1.0)
+            await self.send_whole(status, msgspec.json.encode(body), retry_after_s=retry_after_s)
 
     def _headers(self, content_type: bytes, engines: tuple[str, str]) -> RawHeaders:
         headers = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode("latin-1"))]

@@ -1,15 +1,30 @@
 """Plain numbers as metric families: they are counted as cheaply as can be, and formatted when somebody scrapes."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from pdkv.router.observability.histogram import Histogram
 
 Labels = Mapping[str, str]
 
 NO_LABELS: Labels = {}
+
+Rows = Iterable[tuple[Sequence[str], float]]
+"""Values of labels, and the number that they have."""
+
+
+class Scraped(Collector):
+    """Reads all numbers when it is scraped: they cost nothing in between."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """As they are now."""
+        return self._read()
 
 
 class Exposed(NamedTuple):
@@ -31,26 +46,35 @@ class Exposed(NamedTuple):
         return family
 
 
+def totals(name: str, help: str, labels: Sequence[str], rows: Rows) -> Metric:
+    """Numbers that only grow."""
+    family = CounterMetricFamily(name, help, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def gauges(name: str, help: str, labels: Sequence[str], rows: Rows) -> Metric:
+    """Numbers as they are now."""
+    family = GaugeMetricFamily(name, help, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
 def counter(name: str, help: str, value: float, labels: Labels = NO_LABELS) -> Metric:
     """One number that only grows."""
-    family = CounterMetricFamily(name, help, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+    return totals(name, help, [*labels], [([*labels.values()], value)])
 
 
 def gauge(name: str, help: str, value: float, labels: Labels = NO_LABELS) -> Metric:
     """One number."""
-    family = GaugeMetricFamily(name, help, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+    return gauges(name, help, [*labels], [([*labels.values()], value)])
 
 
 def counters(name: str, help: str, label: str, values: Mapping[str, float], labels: Labels = NO_LABELS) -> Metric:
     """Numbers that only grow, by one more label."""
-    family = CounterMetricFamily(name, help, labels=[*labels, label])
-    for value, count in values.items():
-        family.add_metric([*labels.values(), value], count)
-    return family
+    return totals(name, help, [*labels, label], (([*labels.values(), value], n) for value, n in values.items()))
 
 
 def families(exposed: Iterable[Exposed]) -> Iterator[Metric]:

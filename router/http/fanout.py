@@ -55,18 +55,13 @@ class Fanout:
         self._traceparent = traceparent
         self._pool = pool
         self._generations: dict[int, Generation] = {}  # by choice index
-        self._aborted = False
+        self.aborted = False  # whether `abort` was called
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_unfinished = len(self.choices)
         self._alone: Generation | None = None  # of the only choice
         self._held: Delta | None = None  # of the only choice, until its prompt's echo is made
         self._arrived: list[ChoiceDelta | Exception] = []  # of several choices
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def aborted(self) -> bool:
-        """Whether `abort` was called."""
-        return self._aborted
 
     @property
     def engines(self) -> tuple[str, str]:
@@ -140,7 +135,7 @@ class Fanout:
 
     def abort(self) -> None:
         """Give up every generation that is not over; `take` then raises RequestAborted. Idempotent."""
-        self._aborted = True
+        self.aborted = True
         self._visit.abort()
         for generation in self._generations.values():
             generation.abort()
@@ -216,7 +211,7 @@ class Fanout:
 
     async def _start(self, choice: Choice) -> "Generation":
         """Begin a choice, at once or when it is its turn; the deadline is the request's."""
-        if self._aborted:
+        if self.aborted:
             raise RequestAborted("the client went away", request_id=self._label)
         first = self._generations.get(choice.index - choice.index % self.job.n)
         near = first.prefill_engine if first is not None else ""

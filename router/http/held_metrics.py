@@ -1,9 +1,8 @@
 """What requests hold of a router, as metrics: at rest each number is zero, which `make soak` asserts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from pdkv.router.http.exposition import gauge
 
@@ -16,18 +15,6 @@ _HELP = {
 }
 
 
-class HeldCollector(Collector):
-    """Reads the numbers when it is scraped."""
-
-    def __init__(self, held: Mapping[str, Callable[[], int]]) -> None:
-        """`held`: by the names of _HELP, all of them."""
-        assert held.keys() == _HELP.keys()
-        self._held = held
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not scrape."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        """All of them, as they are now."""
-        return (gauge(f"pdkv_{name}", _HELP[name], number()) for name, number in self._held.items())
+def held_metrics(held: Mapping[str, Callable[[], int]]) -> Iterator[Metric]:
+    """The numbers, as they are now. `held`: by the names of _HELP."""
+    return (gauge(f"pdkv_{name}", _HELP[name], number()) for name, number in held.items())

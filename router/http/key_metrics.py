@@ -1,33 +1,20 @@
 """What each API key uses, as metrics: a label per key of the file, of which there are at most MAX_KEYS."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from pdkv.router.admission.tenants import Tenant
+from pdkv.router.http.exposition import gauges, totals
 
 
-class KeyCollector(Collector):
-    """Reads the tenants when it is scraped. A key that leaves the file leaves the metrics."""
-
-    def __init__(self, tenants: Callable[[], Sequence[Tenant]]) -> None:
-        self._tenants = tenants
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not scrape."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        """In flight now; refused and used since the start."""
-        requests = GaugeMetricFamily("pdkv_key_requests_in_flight", "Requests of a key now.", labels=["key"])
-        streams = GaugeMetricFamily("pdkv_key_streams", "Those of them that stream.", labels=["key"])
-        refused = CounterMetricFamily("pdkv_key_refused", "Requests beyond a key's limits: 429.", labels=["key"])
-        tokens = CounterMetricFamily("pdkv_key_tokens", "Tokens of prompts and outputs of a key.", labels=["key"])
-        for tenant in self._tenants():
-            name = [tenant.name]
-            requests.add_metric(name, tenant.num_requests)
-            streams.add_metric(name, tenant.num_streams)
-            refused.add_metric(name, tenant.num_refused)
-            tokens.add_metric(name, tenant.num_tokens)
-        return iter((requests, streams, refused, tokens))
+def key_metrics(tenants: Sequence[Tenant]) -> Iterator[Metric]:
+    """In flight now; refused and used since the start. A key that leaves the file leaves the metrics."""
+    table = [
+        (gauges, "requests_in_flight", "num_requests", "Requests of a key now."),
+        (gauges, "streams", "num_streams", "Those of them that stream."),
+        (totals, "refused", "num_refused", "Requests beyond a key's limits: 429."),
+        (totals, "tokens", "num_tokens", "Tokens of prompts and outputs of a key."),
+    ]
+    for family, name, field, text in table:
+        yield family(f"pdkv_key_{name}", text, ["key"], (([tenant.name], getattr(tenant, field)) for tenant in tenants))

@@ -324,11 +324,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.on_message_complete()
         self._be_deaf()
 
-    @property
-    def _announced(self) -> int:
-        """Bytes that the body of the request being parsed has by its own word; 0: it does not say."""
-        return max((int(value) for name, value in self.headers if name == b"content-length"), default=0)
-
     def _length_of_body(self) -> bytes:
         """The header that says how long the body of the request being parsed is; empty: it has none."""
         for name, value in self.headers:
@@ -466,7 +461,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._responding or self._rest or self.transport.is_closing():
             return
         if self._phase is _Phase.BODY:  # what is still to come of it is no next request: it is dropped
-            if max(self._announced, self._size.body_bytes) > self._limits.max_body_bytes:
+            announced = self._length_of_body().partition(b"content-length: ")[2]
+            if max(int(announced or 0), self._size.body_bytes) > self._limits.max_body_bytes:
                 self.transport.close()
             else:
                 self._start_header_timer()

@@ -6,17 +6,15 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from pdkv.router.generations.timeline import PHASE_S, SHORT_S
-from pdkv.router.http.engine_metrics import EngineCollector
-from pdkv.router.http.exposition import Exposed, counter, counters, families, gauge
-from pdkv.router.http.health_metrics import HealthCollector
+from pdkv.router.http.engine_metrics import engine_metrics
+from pdkv.router.http.exposition import Exposed, Scraped, counter, counters, families, gauge, totals
 from pdkv.router.observability.histogram import Histogram, bounds
 from pdkv.router.observability.instruments import NO_INSTRUMENTS, Instruments
 
@@ -43,7 +41,7 @@ _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
-class Metrics(Collector):
+class Metrics:
     """What one router counts. Labels come from fixed sets and names of engines, never from clients."""
 
     def __init__(
@@ -74,15 +72,14 @@ class Metrics(Collector):
         self.scheduling = Histogram(SHORT_S)
         self.prompt_size, self.output_size = Histogram(_TOKENS), Histogram(_TOKENS)
         self.num_choices = Histogram(_N)
-        self._registry = registry = CollectorRegistry()
-        registry.register(self)
-        registry.register(EngineCollector(dispatcher, model_name))
-        registry.register(HealthCollector(dispatcher))
-        ProcessCollector(registry=registry)
+        self._registry = CollectorRegistry()
+        self.register(self.collect)
+        self.register(lambda: engine_metrics(dispatcher, model_name))
+        ProcessCollector(registry=self._registry)
 
-    def register(self, collector: Collector) -> None:
-        """Show what this one has, too."""
-        self._registry.register(collector)
+    def register(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Show what this finds, too."""
+        self._registry.register(Scraped(read))
 
     async def render(self) -> bytes:
         """The exposition text, version 0.0.4; made family by family, between which others have their turn: with 1,024
@@ -99,10 +96,6 @@ class Metrics(Collector):
                 num_since = 0
         return b"".join(texts)
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not scrape."""
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """All of it, as it is now."""
         yield from self._requests()
@@ -114,12 +107,8 @@ class Metrics(Collector):
         yield from families(self._vllm_histograms())
 
     def _requests(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "pdkv_requests", "Requests by endpoint and how they ended.", labels=["endpoint", "outcome"]
-        )
-        for labels, count in self.requests.items():
-            requests.add_metric(labels, count)
-        yield requests
+        text = "Requests by endpoint and how they ended."
+        yield totals("pdkv_requests", text, ["endpoint", "outcome"], self.requests.items())
         yield gauge("pdkv_requests_in_flight", "Requests that have not ended.", self.in_flight)
         prompts, generated = self.prompt_tokens, self.generated_tokens
         yield counter("pdkv_prompt_tokens", "Prompt tokens of finished requests.", prompts)
@@ -165,12 +154,8 @@ class Metrics(Collector):
         if tracer is not None:
             yield counters("pdkv_spans", "Spans by what became of them.", "outcome", tracer.counts)
         if watchdog is not None:
-            stalls = CounterMetricFamily(
-                "pdkv_loop_stalls", "What held the event loop for longer than allowed.", labels=["where", "kind"]
-            )
-            for labels, count in watchdog.stalls.items():
-                stalls.add_metric(labels, count)
-            yield stalls
+            text = "What held the event loop for longer than allowed."
+            yield totals("pdkv_loop_stalls", text, ["where", "kind"], watchdog.stalls.items())
             yield gauge("pdkv_loop_longest_stall_seconds", "The longest of them.", watchdog.longest_s)
             yield Exposed("pdkv_loop_lag_seconds", "How late the event loop was.", watchdog.lag, SHORT_S).family()
 
@@ -195,15 +180,11 @@ class Metrics(Collector):
 
     def _vllm_histograms(self) -> list[Exposed]:
         delays, of = self._dispatcher.delays, "Histogram of "
+        token_time = "time_per_output_token_seconds per request."
         table: list[tuple[str, str, Histogram, tuple[float, ...]]] = [
             ("time_to_first_token_seconds", "time to first token in seconds.", self.first_token, _FIRST_TOKEN_S),
             ("inter_token_latency_seconds", "inter-token latency in seconds.", self.inter_token, _INTER_TOKEN_S),
-            (
-                "request_time_per_output_token_seconds",
-                "time_per_output_token_seconds per request.",
-                self.token_time,
-                _INTER_TOKEN_S,
-            ),
+            ("request_time_per_output_token_seconds", token_time, self.token_time, _INTER_TOKEN_S),
             ("e2e_request_latency_seconds", "e2e request latency in seconds.", self.duration, PHASE_S),
             ("request_queue_time_seconds", "time spent in WAITING phase for request.", delays.queue, PHASE_S),
             ("request_prefill_time_seconds", "time spent in PREFILL phase for request.", delays.prefill, PHASE_S),

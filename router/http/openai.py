@@ -33,21 +33,10 @@ from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, with_bad_word_ids
 from pdkv.wire.messages import PROBE_SALT, KVTerms
 
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "n",
-    "min_tokens",
-    "ignore_eos",
-    "logits_processors",
-)
+_SAMPLING_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+_OTHERWISE = {*_SAMPLING_LISTS, "stop", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
+_SAMPLING_FIELDS = {*SamplingParams.__struct_fields__} & {*CompletionBody.__struct_fields__} - _OTHERWISE
+"""What bodies and SamplingParams have alike."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,11 +202,7 @@ def _sampling_params(
     stop = body.stop
     if stop is not None:
         given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    if body.stop_token_ids is not None:
-        given["stop_token_ids"] = tuple(body.stop_token_ids)
-    if body.allowed_token_ids is not None:
-        given["allowed_token_ids"] = tuple(body.allowed_token_ids)
-    given["bad_words"] = tuple(body.bad_words or ())
+    given |= {name: tuple(value) for name in _SAMPLING_LISTS if (value := getattr(body, name)) is not None}
     params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
     try:
         params.validate()

@@ -44,49 +44,25 @@ class Operation(NamedTuple):
 
 
 _OF_BODIES = ("400", "401", "404", "408", "413", "415", "503")
+
+
+def _generates(path: str, summary: str, body: Struct, whole: Struct, *events: Struct) -> Operation:
+    return Operation("post", path, summary, [body], whole, events, tuple(_ERRORS), "generation")
+
+
+def _of_tokens(path: str, summary: str, whole: Struct, *bodies: Struct) -> Operation:
+    return Operation("post", path, summary, bodies, whole, errors=_OF_BODIES, tag="tokens")
+
+
+_RESPONSE = responses_reply.Response, *responses_reply.EVENTS
 OPERATIONS = (
-    Operation(
-        "post",
-        "/v1/completions",
-        "Complete prompts",
-        [CompletionBody],
-        reply.Completion,
-        [reply.Completion],
-        tuple(_ERRORS),
-        "generation",
+    _generates("/v1/completions", "Complete prompts", CompletionBody, reply.Completion, reply.Completion),
+    _generates(
+        "/v1/chat/completions", "Answer a conversation", ChatBody, reply.ChatCompletion, reply.ChatCompletionChunk
     ),
-    Operation(
-        "post",
-        "/v1/chat/completions",
-        "Answer a conversation",
-        [ChatBody],
-        reply.ChatCompletion,
-        [reply.ChatCompletionChunk],
-        tuple(_ERRORS),
-        "generation",
-    ),
-    Operation(
-        "post",
-        "/v1/responses",
-        "Answer a conversation of items; nothing is kept",
-        [ResponsesBody],
-        responses_reply.Response,
-        responses_reply.EVENTS,
-        tuple(_ERRORS),
-        "generation",
-    ),
-    Operation(
-        "post",
-        "/tokenize",
-        "Tokens of a text or of a conversation",
-        [TokenizeTextBody, TokenizeChatBody],
-        TokenizeReply,
-        errors=_OF_BODIES,
-        tag="tokens",
-    ),
-    Operation(
-        "post", "/detokenize", "The text of tokens", [DetokenizeBody], DetokenizeReply, errors=_OF_BODIES, tag="tokens"
-    ),
+    _generates("/v1/responses", "Answer a conversation of items; nothing is kept", ResponsesBody, *_RESPONSE),
+    _of_tokens("/tokenize", "Tokens of a text or of a conversation", TokenizeReply, TokenizeTextBody, TokenizeChatBody),
+    _of_tokens("/detokenize", "The text of tokens", DetokenizeReply, DetokenizeBody),
     Operation("get", "/v1/models", "The served model", reply=reply.ModelList, errors=("401",), tag="models"),
     Operation("get", "/v1/models/{name}", "One model", reply=reply.ModelCard, errors=("401", "404"), tag="models"),
     Operation("get", "/health", "Whether requests can be served", reply=reply.Health, errors=("503",)),

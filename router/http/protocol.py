@@ -2,7 +2,7 @@
 
 Every field is known by name. What cannot be done has a type that leaves its neutral value only: `None` alone, one
 literal, an empty list, or a `neutral` bool. Labels are accepted for the client's sake and have no effect here.
-The `Lenient…` types are the same for `--unknown-fields ignore`.
+`lenient` makes of each the type for `--unknown-fields ignore`.
 """
 
 from collections.abc import Sequence
@@ -276,84 +276,3 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     tokens: list[int]
     model: str | None = None
-
-
-class LenientStreamOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientJsonSchema(JsonSchema, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientResponseFormat(ResponseFormat, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    json_schema: LenientJsonSchema | None = None
-
-
-class LenientShapeBody(ShapeBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientCompletionBody(CompletionBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    stream_options: LenientStreamOptions | None = None
-    response_format: LenientResponseFormat | None = None
-    structured_outputs: LenientShapeBody | None = None
-
-
-class LenientTextPart(TextPart, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientToolFunction(ToolFunction, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientToolCall(ToolCall, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    function: LenientToolFunction
-
-
-class LenientMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    content: str | Sequence[LenientTextPart] | None = None
-    tool_calls: Sequence[LenientToolCall] | None = None
-
-
-class LenientToolName(ToolName, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientNamedToolChoice(NamedToolChoice, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    function: LenientToolName
-
-
-class LenientChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    messages: Sequence[LenientMessage]
-    stream_options: LenientStreamOptions | None = None
-    response_format: LenientResponseFormat | None = None
-    structured_outputs: LenientShapeBody | None = None
-    tool_choice: Literal["none", "auto", "required"] | LenientNamedToolChoice | None = None
-
-
-class LenientTokenizeTextBody(TokenizeTextBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientTokenizeChatBody(TokenizeChatBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    messages: Sequence[LenientMessage]
-
-
-class LenientDetokenizeBody(DetokenizeBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""

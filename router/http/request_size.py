@@ -13,14 +13,8 @@ class RequestSize:
     """Of the request that a connection's parser is at."""
 
     __slots__ = (
-        "_began",
-        "_body_bytes",
-        "_body_bytes_before",
-        "_extra_bytes",
-        "_header_bytes",
-        "_limits",
-        "_num_headers",
-        "_url_bytes",
+        *("_began", "_body_bytes_before", "_extra_bytes", "_header_bytes", "_limits", "_num_headers", "_url_bytes"),
+        *("body_bytes",),
     )
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -28,25 +22,20 @@ class RequestSize:
         self._num_headers = 0
         self._url_bytes = 0
         self._header_bytes = 0  # of the URL and of whole headers
-        self._body_bytes = 0
+        self.body_bytes = 0
         self._extra_bytes = 0  # received, and not of its body
         self._began = False  # in the piece that is being parsed
         self._body_bytes_before = 0  # that piece
 
-    @property
-    def body_bytes(self) -> int:
-        """Of its body."""
-        return self._body_bytes
-
     def begin(self) -> None:
         """The next request begins."""
         self._began = True
-        self._num_headers = self._url_bytes = self._header_bytes = self._body_bytes = self._extra_bytes = 0
+        self._num_headers = self._url_bytes = self._header_bytes = self.body_bytes = self._extra_bytes = 0
 
     def begin_piece(self) -> None:
         """The parser gets a piece of what was received; the methods below are called meanwhile."""
         self._began = False
-        self._body_bytes_before = self._body_bytes
+        self._body_bytes_before = self.body_bytes
 
     def add_url(self, size: int) -> Refusal | None:
         """A part of the URL."""
@@ -66,14 +55,14 @@ class RequestSize:
 
     def add_body(self, size: int) -> None:
         """A part of the body; whoever takes bodies bounds them."""
-        self._body_bytes += size
+        self.body_bytes += size
 
     def end_piece(self, size: int) -> None:
         """The parser has read the piece, which had so many bytes."""
         if self._began:
             self._extra_bytes = self._header_bytes
         else:
-            self._extra_bytes += size - (self._body_bytes - self._body_bytes_before)
+            self._extra_bytes += size - (self.body_bytes - self._body_bytes_before)
 
     def too_much_head(self) -> Refusal | None:
         """While its headers are read: parts of one that is not complete count, too."""
@@ -81,7 +70,7 @@ class RequestSize:
 
     def too_small_chunks(self) -> Refusal | None:
         """While its body is read."""
-        if self._extra_bytes <= self._limits.max_header_bytes + PARSED_BYTES + self._body_bytes:
+        if self._extra_bytes <= self._limits.max_header_bytes + PARSED_BYTES + self.body_bytes:
             return None
         return 400, "the chunks of the body are smaller than their own headers: send larger ones"
 

@@ -94,10 +94,7 @@ def build_core(
     )
 
     stop_rules = StopRules(
-        eos_token_ids=eos_token_ids,
-        max_model_len=card.max_model_len,
-        vocab_size=vocab_size,
-        processors=processors,
+        eos_token_ids=eos_token_ids, max_model_len=card.max_model_len, vocab_size=vocab_size, processors=processors
     )
     scheduler = Scheduler(kv, external, prefill, decode, limits, stop_rules)
     return EngineCore(

@@ -12,13 +12,7 @@ import msgspec
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.build_core import build_core
 from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.connectors.base import (
-    ConnectorConfig,
-    KVConnector,
-    KVConnectorMetadata,
-    SchedulerConnector,
-    WorkerConnector,
-)
+from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.registry import choose_connector, make_connector
 from pdkv.engine.core import EngineCore
@@ -348,12 +342,7 @@ def _make_connector(
 
 
 def _connect(
-    plan: _Plan,
-    identity: str,
-    role: str,
-    connector: KVConnector | None,
-    executor: ModelExecutor,
-    grammars: GrammarHost,
+    plan: _Plan, identity: str, role: str, connector: KVConnector | None, executor: ModelExecutor, grammars: GrammarHost
 ) -> EngineCore:
     """Give the executor its pool and the core its card."""
     block_table: BlockTable = LocalBlockTable(executor.num_blocks)

@@ -173,8 +173,7 @@ class HandoffConfig:
     )
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
     kv_checksum: Literal["off", "sample", "on"] = option(
-        "on",
-        "compare digests of handed-off KV, as sent and as it arrived: never, for one transfer in 16, always",
+        "on", "compare digests of handed-off KV, as sent and as it arrived: never, for one transfer in 16, always"
     )
     kv_load_timeout_s: float = seconds(30.0, "deadline of a KV load, from its allocation on")
     lease_timeout_s: float = seconds(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
@@ -349,8 +348,7 @@ class AdmissionConfig:
         0, "the most urgent priority that clients without a key may ask for; lower is more urgent"
     )
     require_cache_salt: bool = option(
-        False,
-        "refuse requests without cache_salt, so that counts of cached tokens tell nobody what others asked",
+        False, "refuse requests without cache_salt, so that counts of cached tokens tell nobody what others asked"
     )
 
     def __post_init__(self) -> None:

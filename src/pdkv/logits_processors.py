@@ -50,10 +50,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(
-        self,
-        logits: "torch.Tensor",
-        prompt_token_ids: "NDArray[np.int32]",
-        output_token_ids: "NDArray[np.int32]",
+        self, logits: "torch.Tensor", prompt_token_ids: "NDArray[np.int32]", output_token_ids: "NDArray[np.int32]"
     ) -> "torch.Tensor":
         """The logits from which the next token is drawn.
 

@@ -11,9 +11,11 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, dataclass_transform
+
+import msgspec
 
 from pdkv.errors import ConfigError
 
@@ -179,65 +181,33 @@ class Option:
             return None
         try:
             converted = self._convert(value)
-        except (ValueError, OverflowError, ConfigError) as error:
+        except (ValueError, OverflowError, ConfigError, msgspec.ValidationError) as error:
             words = f"{error}" if "convert" in self.details else self.expected
             raise ConfigError(f"{words} was expected, got {value!r}") from None
-        self.check(converted, shown=value)
         return converted
 
-    def check(self, value: Any, *, shown: Any = None) -> None:
-        """Raises ConfigError for a number out of bounds; it was typed as `shown`, where that is not None."""
-        if isinstance(value, int | float) and not self._within_bounds(value):
-            raise ConfigError(f"{self.expected} was expected, got {value if shown is None else shown!r}")
+    def check(self, value: Any) -> None:
+        """Raises ConfigError for a number out of bounds."""
+        if isinstance(value, int | float):
+            self.convert(value)
 
     def _convert(self, value: Any) -> Any:
         if "convert" in self.details:
             return self.details["convert"](value)
-        if self.is_size and isinstance(value, str):
-            return parse_size(value)
-        if self.choices:
-            if value not in self.choices:
-                raise ValueError
-            return value
-        if isinstance(value, str):
-            return _FROM_TEXT.get(self.kind, str)(value)
-        if self.kind is float and type(value) is int:
-            return float(value)
-        if self.kind is Path and isinstance(value, Path):
-            return value
-        if type(value) is not self.kind:
+        if self.kind is Path and isinstance(value, str | Path):
+            return Path(value).expanduser()
+        if isinstance(value, str) and self.kind in (int, float):
+            value = parse_size(value) if self.is_size else self.kind(value)
+        bounds = {name: self.details[name] for name in ("ge", "gt", "le", "multiple_of") if name in self.details}
+        kind: Any = typing.Annotated[self.kind, msgspec.Meta(**bounds)] if bounds else self.kind
+        converted = msgspec.convert(value, kind, strict=not isinstance(value, str))
+        if isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError
-        return value
-
-    def _within_bounds(self, value: float) -> bool:
-        details = self.details
-        if isinstance(value, float) and not math.isfinite(value):
-            return False
-        return (
-            value >= details.get("ge", value)
-            and ("gt" not in details or value > details["gt"])
-            and value <= details.get("le", value)
-            and ("multiple_of" not in details or value % details["multiple_of"] == 0)
-        )
+        return converted
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "up to"}
-_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in _BOOLEANS:
-        raise ValueError
-    return _BOOLEANS[text.lower()]
-
-
-_FROM_TEXT: Mapping[Any, Callable[[str], Any]] = {
-    int: int,
-    float: float,
-    bool: _parse_bool,
-    Path: lambda text: Path(text).expanduser(),
-}
 
 
 def options_of(config: type) -> Mapping[str, Option]:

@@ -14,13 +14,7 @@ class Registry(Generic[T]):
     """The classes of one plug point. Nothing is imported before it is used."""
 
     def __init__(
-        self,
-        kind: str,
-        group: str,
-        shipped: Mapping[str, str],
-        base: str,
-        *,
-        unknown: type[ConfigError] = ConfigError,
+        self, kind: str, group: str, shipped: Mapping[str, str], base: str, *, unknown: type[ConfigError] = ConfigError
     ) -> None:
         """Args:
         kind: what errors call one of them, such as "connector".

@@ -261,7 +261,7 @@ def test_withdrawn_blocks_keep_their_holders_and_the_others_content(count: int) 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 20), st.sampled_from(Holder)), max_size=40))
 @settings(max_examples=150, deadline=None)
-def test_compiled_and_in_arrays_the_books_are_the_same(actions: list[tuple[int, int, Holder]]) -> None:
+def test_compiled_and_one_by_one_the_books_are_the_same(actions: list[tuple[int, int, Holder]]) -> None:
     """Whatever many blocks go through, blocks that are named twice included."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pdkv.engine.block_pool._FEW", 0)

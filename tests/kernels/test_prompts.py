@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
+from pdkv.kernels.host import DTYPES
 from pdkv.kernels.linear import LEVELS, level
 from pdkv.kernels.paged_attention import paged_attention_reference
-from pdkv.kernels.prompts import prompt_attention, takes
+from pdkv.kernels.prompts import PromptArgs, attend_prompts, takes
 
 pytestmark = pytest.mark.skipif(level() == 0, reason="no compiler when pdkv was installed, or a processor without avx2")
 
@@ -17,6 +19,67 @@ LENGTHS = [(1, 1), (2, 3), (17, 17), (40, 127), (129, 129), (1, 128), (5, 260), 
 """Queries of a sequence, and its keys."""
 
 CLOSE = {F32: {"rtol": 1e-5, "atol": 5e-6}, BF16: {"rtol": 0.02, "atol": 0.02}}
+
+
+def prompt_attention(
+    q: torch.Tensor,
+    kv_pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    num_threads: int | None = None,
+    use_level: int | None = None,
+) -> torch.Tensor:
+    """What `paged_attention` says, with the arguments of `paged_attention_reference`, in host memory.
+
+    Args:
+        num_threads: torch's by default.
+        use_level: as for `linear.PackedWeight`.
+    """
+    _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
+    assert takes(kv_pool.dtype, q.shape[1], kv_heads, head_size), kv_pool.shape
+    assert (kv_pool.is_contiguous(), q.stride()[1:]) == (True, (head_size, 1)), q.stride()
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = cu_seqlens_q.numpy().astype(np.int64)
+    counts = np.diff(starts)
+    [runs] = np.nonzero(counts)
+    tables = np.ascontiguousarray(block_tables.numpy(), dtype=np.int64)
+    first_rows, num_queries = starts[:-1][runs], counts[runs]
+    positions = seq_lens.numpy().astype(np.int64)[runs] - num_queries
+    first_blocks = runs * tables.shape[1]
+    side = kv_heads * block_size * head_size
+    first = kv_pool.data_ptr() + 2 * layer * side * kv_pool.element_size()
+    attend_prompts(
+        PromptArgs(
+            keys=first,
+            values=first + side * kv_pool.element_size(),
+            qkv=q.data_ptr(),
+            out=out.data_ptr(),
+            q_rows=first_rows.ctypes.data,
+            out_rows=first_rows.ctypes.data,
+            positions=positions.ctypes.data,
+            counts=num_queries.ctypes.data,
+            tables=first_blocks.ctypes.data,
+            block_tables=tables.ctypes.data,
+            n=len(runs),
+            heads=q.shape[1],
+            kv_heads=kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            block_stride=num_layers * 2 * side,
+            row_stride=q.stride(0),
+            window=window or 0,
+            dtype=DTYPES[str(kv_pool.dtype).removeprefix("torch.")],
+            num_threads=num_threads or torch.get_num_threads(),
+            level=level() if use_level is None else use_level,
+            scale=scale,
+        )
+    )
+    return out
 
 
 class Step(NamedTuple):

@@ -22,17 +22,11 @@ from pdkv.router.http.protocol import (
     ToolName,
 )
 from pdkv.router.http.responses_api.conversation import messages_of
-from pdkv.router.http.responses_api.protocol import (
-    LOGPROBS,
-    LenientResponsesBody,
-    ResponsesBody,
-    TextFormat,
-    ToolChoiceFunction,
-)
+from pdkv.router.http.responses_api.protocol import LOGPROBS, ResponsesBody, TextFormat, ToolChoiceFunction
 from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.sampling_params import SamplingParams
 
-RESPONSES = BodyDecoder[ResponsesBody](ResponsesBody, LenientResponsesBody)
+RESPONSES = BodyDecoder(ResponsesBody)
 
 _OWN_NAMES = (
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),

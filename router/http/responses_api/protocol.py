@@ -5,15 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pdkv.router.http.protocol import (
-    Empty,
-    GenerationBody,
-    Int64,
-    LenientShapeBody,
-    OnlyFalse,
-    absent,
-    neutral,
-)
+from pdkv.router.http.protocol import Empty, GenerationBody, Int64, OnlyFalse, absent, neutral
 
 _STATELESS = "no responses are kept (send the whole conversation as input)"
 
@@ -141,52 +133,3 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
     image: None = None
     moderation: None = None
     prompt_cache_options: None = None
-
-
-class LenientInputPart(InputPart, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientSummaryPart(SummaryPart, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientInputItem(InputItem, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    content: str | Sequence[LenientInputPart] | None = None
-    output: str | Sequence[LenientInputPart] | None = None
-    summary: Sequence[LenientSummaryPart] | None = None
-
-
-class LenientToolChoiceFunction(ToolChoiceFunction, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientTextFormat(TextFormat, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientTextOptions(TextOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    format: LenientTextFormat | None = None
-
-
-class LenientReasoningOptions(ReasoningOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientResponseStreamOptions(ResponseStreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-
-class LenientResponsesBody(ResponsesBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """With unknown fields."""
-
-    input: str | Sequence[LenientInputItem]
-    tool_choice: Literal["none", "auto", "required"] | LenientToolChoiceFunction | None = None
-    text: LenientTextOptions | None = None
-    reasoning: LenientReasoningOptions | None = None
-    stream_options: LenientResponseStreamOptions | None = None
-    structured_outputs: LenientShapeBody | None = None

@@ -9,6 +9,7 @@ import msgspec
 from pdkv.cli.connector_bench import add_bench
 from pdkv.cli.connector_show import add_show
 from pdkv.cli.options import capitalized, connector_options
+from pdkv.cli.running import print_table
 from pdkv.connectors.registry import connector_targets, load_connector
 from pdkv.errors import ConfigError
 
@@ -69,9 +70,7 @@ def run_list(_: argparse.Namespace) -> int:
             continue
         content = "yes" if connector.content_addressed else "no"
         rows.append((name, connector.kind, content, ",".join(connector.orders()), target))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print_table(rows)
     return int(failed)
 
 

@@ -33,7 +33,7 @@ from pdkv.secret_options import read_option
 ROLES = ("prefill", "decode")
 
 _GROUPS = {
-    "engines": "All but --model and --generation-config can be set for one role: --prefill-tp 2, --decode-threads 4.",
+    "engines": "All but --model and --generation-config can be set for one role: --prefill-tp 2, --decode-threads 4."
 }
 _EXAMPLES = """\
 examples:
@@ -105,12 +105,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Deployment:
     """The deployment from flags, environment and file. Raises ConfigError."""
     flags = [flag for group in flag_groups().values() for flag in group]
-    values = collect(
-        flags,
-        vars(arguments),
-        environment=environment,
-        file=arguments.config,
-    )
+    values = collect(flags, vars(arguments), environment=environment, file=arguments.config)
     launch = build(LaunchConfig, values)
     if launch.aggregated:
         _check_no_prefill_options(flags, values)

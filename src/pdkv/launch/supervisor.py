@@ -7,7 +7,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class Supervisor:
         self._listens_for_hangups = False  # the router does: before it is ready, a SIGHUP would end it
         self._forks: ForkServer | None = None
         self._keepers: dict[str, Keeper] = {}
-        self._specs = {spec.name: spec for spec in fleet.engines}
+        self.engines = {spec.name: spec for spec in fleet.engines}  # that are kept running, by name, the oldest first
         self._addresses = {a.name: a for a in fleet.router.engines} if fleet.router is not None else {}
         self._hurried = asyncio.Event()
         self._oom_kills = OomWatch()
@@ -91,15 +91,10 @@ class Supervisor:
         """
         if self._fleet.use_fork_server:
             self._forks = self._new_fork_server()  # its imports take longest: it goes first
-        first_ready = [self._keep_engine(name).ready for name in self._specs]
+        first_ready = [self._keep_engine(name).ready for name in self.engines]
         if (router := self._fleet.router) is not None:
             first_ready.append(self._keep_running(_ROUTER, lambda: self._start_router(router)).ready)
         await asyncio.gather(*first_ready)
-
-    @property
-    def engines(self) -> Mapping[str, EngineSpec]:
-        """The engines that are kept running, by name, the oldest first."""
-        return self._specs
 
     def pid_of(self, name: str) -> int | None:
         """Of an engine's first rank; None where none runs."""
@@ -112,8 +107,8 @@ class Supervisor:
         Raises:
             PdkvError: it did not become ready; nothing is left of it.
         """
-        assert spec.name not in self._specs, f"two engines are named {spec.name}"
-        self._specs[spec.name] = spec
+        assert spec.name not in self.engines, f"two engines are named {spec.name}"
+        self.engines[spec.name] = spec
         try:
             await asyncio.shield(self._keep_engine(spec.name).ready)
         except BaseException:
@@ -127,7 +122,7 @@ class Supervisor:
         Raises:
             PdkvError: it did not start; it is tried again all the same.
         """
-        self._specs[spec.name] = spec
+        self.engines[spec.name] = spec
         await self._keepers[spec.name].restart()
 
     def hide_engine(self, name: str) -> None:
@@ -138,7 +133,7 @@ class Supervisor:
     async def remove_engine(self, name: str) -> None:
         """End an engine for good."""
         await self._keepers.pop(name).cancel()
-        del self._specs[name]
+        del self.engines[name]
         self.hide_engine(name)
         own = [child for child in self._children if child.name.partition(".")[0] == name]
         await self._end_engines(own)
@@ -149,7 +144,7 @@ class Supervisor:
             self._forks.close()
 
     def _keep_engine(self, name: str) -> Keeper:
-        return self._keep_running(name, lambda: self._admit_engine(self._specs[name]))
+        return self._keep_running(name, lambda: self._admit_engine(self.engines[name]))
 
     def _keep_running(self, name: str, start: Callable[[], Awaitable[list[Child]]]) -> Keeper:
         care = Care(start, self._end_engines, self._kill, self._why, self._on_ready, self._clock)

@@ -44,11 +44,12 @@ class Tokenizer:
         if tool_template:
             self._tool_template = ChatTemplate(tool_template, self.special_tokens, for_tools=True)
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """They are left out of decoded text by default."""
         self._decoders = _decoder_names(backend)
         self._byte_level = self._decoders == ["ByteLevel"]
         self._token_bytes = _TokenBytes(self, skip=frozenset())
-        self._shown_bytes = _TokenBytes(self, skip=self._special_ids)
+        self._shown_bytes = _TokenBytes(self, skip=self.special_ids)
         self._bytes_with: dict[frozenset[str], _TokenBytes] = {}  # with some of the special tokens
 
     @classmethod
@@ -80,18 +81,9 @@ class Tokenizer:
         """The chat template of conversations with tools as its author wrote it; empty where there is none."""
         return self._tool_template.source if self._tool_template is not None else ""
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that are left out of decoded text by default."""
-        return self._special_ids
-
     def ids_by_text(self) -> dict[str, int]:
         """Every token's id by how the vocabulary writes it, added tokens included."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
-
-    def to_json(self) -> str:
-        """The tokenizer as tokenizer.json has it."""
-        return str(self._backend.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with the special tokens (such as BOS) that the tokenizer puts around a sequence.
@@ -148,7 +140,7 @@ class Tokenizer:
         """A fresh incremental detokenizer; special tokens with the texts of `keep` are not skipped."""
         if self._byte_level:
             return ByteDetokenizer(self._bytes_to_show(keep) if skip_special_tokens else self._token_bytes)
-        hidden = self._special_ids - self._ids_of(keep) if skip_special_tokens else frozenset()
+        hidden = self.special_ids - self._ids_of(keep) if skip_special_tokens else frozenset()
         return WindowDetokenizer(
             lambda ids: self.decode(ids, skip_special_tokens=False),
             is_hidden=lambda i: i in hidden or self._backend.id_to_token(i) is None,
@@ -161,7 +153,7 @@ class Tokenizer:
         if not keep:
             return self._shown_bytes
         if keep not in self._bytes_with:
-            self._bytes_with[keep] = _TokenBytes(self, skip=self._special_ids - self._ids_of(keep))
+            self._bytes_with[keep] = _TokenBytes(self, skip=self.special_ids - self._ids_of(keep))
         return self._bytes_with[keep]
 
     def knows(self, text: str) -> bool:
@@ -192,7 +184,7 @@ class Tokenizer:
                 return str(token).encode()
         if "ByteFallback" in self._decoders and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
-        if token_id in self._special_ids:
+        if token_id in self.special_ids:
             return str(token).encode()
         # Twice, less once: what it says behind another token, where no leading space is stripped.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])

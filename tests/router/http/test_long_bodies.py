@@ -16,7 +16,7 @@ from pdkv.router.http import body_size, decoding, long_bodies
 from pdkv.router.http.body_size import MAX_VALUES_AT_ONCE, Characters, _outside_strings, check_size
 from pdkv.router.http.chat import read_conversation
 from pdkv.router.http.decoding import CHAT, COMPLETION, DETOKENIZE, BodyDecoder
-from pdkv.router.http.protocol import ChatBody, CompletionBody, LenientCompletionBody, Message, ToolCall, ToolFunction
+from pdkv.router.http.protocol import ChatBody, CompletionBody, Message, ToolCall, ToolFunction
 from pdkv.router.http.served_model import ServedModel
 
 SIZE = 2 << 20
@@ -152,7 +152,7 @@ def test_what_stands_outside_of_strings_is_counted_whatever_the_pieces(
 
 
 def test_lenient_bodies_become_what_strict_ones_are() -> None:
-    decoder = BodyDecoder[CompletionBody](CompletionBody, LenientCompletionBody, tokens="prompt")
+    decoder = BodyDecoder(CompletionBody, tokens="prompt")
     decoded = decoder.decode(
         f'{{"prompt": {long_list()}, "x": 1, "stream_options": {{"x": 2, "include_usage": true}}}}'.encode(),
         ignore_unknown=True,

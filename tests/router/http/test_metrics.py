@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from pdkv.errors import EngineDied, RequestFailed
 from pdkv.router.admission.tenants import Grant, Tenant
 from pdkv.router.http import metrics as metrics_module
-from pdkv.router.http.key_metrics import KeyCollector
+from pdkv.router.http.key_metrics import key_metrics
 from pdkv.router.http.metrics import MAX_OUTCOMES, Metrics
 from pdkv.wire.messages import ConnectorStats, TierEvents
 
@@ -286,7 +286,7 @@ def test_others_have_their_turn_while_a_thousand_keys_are_written(monkeypatch: p
     """No piece of text between two turns is longer than a family of the keys, and the whole is what it always was."""
     tenants = [Tenant(f"key-{number}", Grant(), time.monotonic) for number in range(1000)]
     metrics = Metrics(FakeDispatcher())
-    metrics.register(KeyCollector(lambda: tenants))
+    metrics.register(lambda: key_metrics(tenants))
     sizes = []
 
     async def main() -> bytes:

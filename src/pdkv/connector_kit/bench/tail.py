@@ -37,11 +37,7 @@ class PushTail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_push_tail(
-    plan: Plan,
-    num_tokens: int,
-    *,
-    step_counts: tuple[int, ...] = STEP_COUNTS,
-    pace: float = PACE,
+    plan: Plan, num_tokens: int, *, step_counts: tuple[int, ...] = STEP_COUNTS, pace: float = PACE
 ) -> list[PushTail]:
     """How much of a push is left when the forward pass has ended, for each number of steps; all take turns.
 

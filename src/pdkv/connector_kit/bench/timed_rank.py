@@ -14,7 +14,7 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Values
 from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.watch import StepWatch
-from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults, WorkerConnector
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults, WorkerConnector
 
 Result = TypeVar("Result")
 
@@ -108,20 +108,20 @@ class TimedRank(HostedRank):
         now = time.monotonic()
         for outcomes in results:
             self._ended.update(dict.fromkeys(outcomes, now))
-        return p.Executed(p.as_lists(results), [])
+        return p.Executed(p.as_dicts(results), [])
 
     def _await(self, keys: list[TransferKey], timeout_s: float) -> p.Executed:
         """Results as they come, until all of `keys` are among them; `ended` is when the last of them was."""
         worker: WorkerConnector = self._worker
         deadline = time.monotonic() + timeout_s
-        reports = p.Results([], [], [], [])
+        reports: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
         self._awaiting = True
         try:
             while True:
                 self._woken.clear()
                 report = self._report(self._watch.call("get_finished", worker.get_finished)).results
-                for name in p.Results.__struct_fields__:
-                    getattr(reports, name).extend(getattr(report, name))
+                for outcomes, more in zip(reports, report, strict=True):
+                    outcomes.update(more)
                 if all(key in self._ended for key in keys) or time.monotonic() >= deadline:
                     break
                 pending = self._scheduler is not None and self._scheduler.has_pending_work
@@ -129,7 +129,7 @@ class TimedRank(HostedRank):
         finally:
             self._awaiting = False
         ended = [self._ended[key] for key in keys if key in self._ended]
-        return p.Executed(reports, [], ended=max(ended) if len(ended) == len(keys) else 0.0)
+        return p.Executed(TransferResults(*reports), [], ended=max(ended) if len(ended) == len(keys) else 0.0)
 
     def _digest(self, tokens: p.TokenRange) -> list[int]:
         blocks, offsets = self._places(tokens, 0)

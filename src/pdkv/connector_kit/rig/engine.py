@@ -202,15 +202,15 @@ class Engine:
 
     def settle(self, executed: Sequence[p.Executed]) -> None:
         """The connector hears of the results; holds, quarantines and leases that ended are released."""
-        merged = self._aggregator.add([p.as_maps(rank.results) for rank in executed])
-        results = self.ask(p.Settle(p.as_lists(merged)), p.Settled).results
-        for key, outcome in (*results.finished_sending, *results.failed_sending):
+        merged = self._aggregator.add([rank.results for rank in executed])
+        results = self.ask(p.Settle(p.as_dicts(merged)), p.Settled).results
+        for key, outcome in (*results.finished_sending.items(), *results.failed_sending.items()):
             self.sent[key] = outcome
             hold = self._holds.pop(key, None)
             if hold is not None:
                 self.books.release(hold.block_ids)
             self._sending_ended(key, not outcome.code)
-        for key, outcome in (*results.finished_receiving, *results.failed_receiving):
+        for key, outcome in (*results.finished_receiving.items(), *results.failed_receiving.items()):
             assert key not in self.received, f"the load {key} has ended twice"
             self.received[key] = outcome
             self.loading.pop(key, None)

@@ -13,7 +13,6 @@ from pdkv.connectors.base import (
     RequestView,
     SchedulerView,
     TransferKey,
-    TransferOutcome,
     TransferResults,
 )
 from pdkv.wire.messages import ConnectorKind, EngineCard, Order, TierEvents
@@ -91,19 +90,10 @@ class FinishRequest(Command, frozen=True):
     block_tables: list[list[int]]
 
 
-class Results(msgspec.Struct, frozen=True):
-    """TransferResults on the wire."""
-
-    finished_sending: list[tuple[TransferKey, TransferOutcome]] = []
-    failed_sending: list[tuple[TransferKey, TransferOutcome]] = []
-    finished_receiving: list[tuple[TransferKey, TransferOutcome]] = []
-    failed_receiving: list[tuple[TransferKey, TransferOutcome]] = []
-
-
 class Settle(Command, frozen=True):
     """resolve_results, then update_connector_output with what it said; answered by Settled."""
 
-    results: Results
+    results: TransferResults
 
 
 class IsPending(Command, frozen=True):
@@ -340,7 +330,7 @@ class RequestEnded(Answer, frozen=True):
 class Executed(Answer, frozen=True):
     """What a step reported; `wrong` says of finished loads what is wrong with their content."""
 
-    results: Results
+    results: TransferResults
     wrong: list[tuple[TransferKey, str]]
     began: float = 0.0  # of time.monotonic(), by timed ranks
     ended: float = 0.0
@@ -349,7 +339,7 @@ class Executed(Answer, frozen=True):
 class Settled(Answer, frozen=True):
     """The results that the engine acts on."""
 
-    results: Results
+    results: TransferResults
 
 
 class Events(Answer, frozen=True):
@@ -430,19 +420,9 @@ AnyAnswer = (
 )  # fmt: skip
 
 
-def as_lists(results: TransferResults) -> Results:
-    """TransferResults in the form in which they are sent."""
-    return Results(*(list(outcomes.items()) for outcomes in results))
-
-
-def as_maps(results: Results) -> TransferResults:
-    """TransferResults in the form that connectors and engines use."""
-    return TransferResults(
-        dict(results.finished_sending),
-        dict(results.failed_sending),
-        dict(results.finished_receiving),
-        dict(results.failed_receiving),
-    )
+def as_dicts(results: TransferResults) -> TransferResults:
+    """The same with maps that can be sent, whichever the connector has."""
+    return TransferResults(*map(dict, results))
 
 
 encode = msgspec.msgpack.Encoder().encode

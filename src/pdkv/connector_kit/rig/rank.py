@@ -16,7 +16,7 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import CANARY, GARBAGE, Values, describe_difference, kv_values
 from pdkv.connector_kit.rig.damage import Damage, has_digests
 from pdkv.connector_kit.rig.watch import StepWatch, resident_bytes
-from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
+from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, TransferKey, TransferResults
 from pdkv.connectors.registry import make_connector
 from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
 from pdkv.errors import IncompatiblePeers, TransferError
@@ -136,10 +136,10 @@ class HostedRank:
                 finished = call("request_finished", scheduler.request_finished, request, block_tables)
                 return p.RequestEnded(finished.hold_blocks, finished.payload, finished.until_release)
             case p.Settle(results=results):
-                resolved = call("resolve_results", scheduler.resolve_results, p.as_maps(results))
+                resolved = call("resolve_results", scheduler.resolve_results, results)
                 if resolved:
                     call("update_connector_output", scheduler.update_connector_output, resolved)
-                return p.Settled(p.as_lists(resolved))
+                return p.Settled(p.as_dicts(resolved))
             case p.TakeEvents():
                 return p.Events(list(call("take_events", scheduler.take_events)))
             case p.IsPending():
@@ -179,7 +179,7 @@ class HostedRank:
             for layer in range(first, stop):
                 self._compute_layer(step, layer, meta)
         if not step.end:
-            return p.Executed(p.Results(), [])
+            return p.Executed(NO_TRANSFERS, [])
         call("wait_for_save", worker.wait_for_save)
         del self._metas[step.step_id]
         return self._report(call("get_finished", worker.get_finished))
@@ -207,7 +207,7 @@ class HostedRank:
                 difference = self._difference(expect.range)
                 if difference:
                     wrong.append((key, difference))
-        return p.Executed(p.as_lists(results), wrong)
+        return p.Executed(p.as_dicts(results), wrong)
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
