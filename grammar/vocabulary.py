@@ -15,7 +15,9 @@ WORD_BITS = 32
 class Vocabulary:
     """Every token's bytes, and which tokens no answer's text is made of. Immutable, shared by all grammars."""
 
-    def __init__(self, library: Any, tokens: Sequence[bytes], special_ids: frozenset[int], stops: Sequence[int]) -> None:
+    def __init__(
+        self, library: Any, tokens: Sequence[bytes], special_ids: frozenset[int], stops: Sequence[int]
+    ) -> None:
         """Use `load`.
 
         Args:
@@ -30,7 +32,9 @@ class Vocabulary:
         # What the library takes for special matches no text: for tags, stop tokens alone are.
         plain = _tokenizer(library, tokens, special_ids | self.stop_token_ids, stops)
         self._plain = plain
-        self._tagged = plain if special_ids <= self.stop_token_ids else _tokenizer(library, tokens, self.stop_token_ids, stops)
+        self._tagged = (
+            plain if special_ids <= self.stop_token_ids else _tokenizer(library, tokens, self.stop_token_ids, stops)
+        )
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int]) -> "Vocabulary":

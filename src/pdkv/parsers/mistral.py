@@ -40,8 +40,8 @@ class MistralParser(ToolParser):
     def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
         """By tokenizer: from v11 on there is a token for [ARGS]."""
         if knows(_ARGS):
-            calls = [sequence(_plain(tool.name) + _ARGS, tool.arguments) for tool in tools]
-            return CallSyntax([tag(_OPEN, either(calls), "")])
+            marked = [sequence(_plain(tool.name) + _ARGS, tool.arguments) for tool in tools]
+            return CallSyntax([tag(_OPEN, either(marked), "")])
         calls = [tag(f'{{"name": {quoted_name(tool.name)}, "arguments": ', tool.arguments, "}") for tool in tools]
         block = sequence(" [", separated(calls, ", ", several=several))
         return CallSyntax([tag(_OPEN, block, "]")], tag_holds_all=True)
