@@ -30,11 +30,10 @@ class Vocabulary:
         self.num_words = -(-self.size // WORD_BITS)
         self.stop_token_ids = frozenset(stops)
         # What the library takes for special matches no text: for tags, stop tokens alone are.
-        plain = _tokenizer(library, tokens, special_ids | self.stop_token_ids, stops)
-        self._plain = plain
-        self._tagged = (
-            plain if special_ids <= self.stop_token_ids else _tokenizer(library, tokens, self.stop_token_ids, stops)
-        )
+        self._plain = _tokenizer(library, tokens, special_ids | self.stop_token_ids, stops)
+        self._tagged = self._plain
+        if not special_ids <= self.stop_token_ids:
+            self._tagged = _tokenizer(library, tokens, self.stop_token_ids, stops)
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, stop_token_ids: Sequence[int]) -> "Vocabulary":
