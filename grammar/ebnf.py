@@ -42,8 +42,9 @@ def ebnf(grammar: str, time: SchemaTime | None = None) -> Format:
     prefix = "e_" + blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     if reader.is_regular:  # then all of it is one lexeme: its rules are terminals, whose names are in capitals
         return _Writer(rules, set(), prefix.upper()).format()
-    rules = Grouping(rules).rules
-    return _Writer(rules, Places(rules, time or SchemaTime()).exact_runs(), prefix).format()
+    time = time or SchemaTime()
+    rules = Grouping(rules, time).rules
+    return _Writer(rules, Places(rules, time).exact_runs(), prefix).format()
 
 
 class _Reader:

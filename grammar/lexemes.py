@@ -71,8 +71,9 @@ class Grouping:
     of its own, all of which the library would complete again at each place where it may end.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        """`rules`: root is among them, and all that they refer to."""
+    def __init__(self, rules: Rules, time: SchemaTime) -> None:
+        """`rules`: root is among them, and all that they refer to; `time`: what it may take."""
+        self._time = time
         self._rules = {name: _repeating(name, node) for name, node in rules.items()}
         self.rules: dict[str, Node] = {}
         for name, node in self._rules.items():
@@ -101,9 +102,10 @@ class Grouping:
             return Chars(ranges, least, most)
         if not ranges or most is not None or least > 1:
             return Repeat(self._grouped(part), least, most)
-        rest = self._grouped(Either(others)) if not name else self._rest(name, others)
+        rest = self._rest(name or str(len(self.rules)), others)
         run = Chars(ranges, 0, None)
-        return Sequence((*[self._grouped(part)] * least, run, Repeat(Sequence((rest, run)), 0, None)))
+        first = [Either((Chars(ranges), rest))] * least
+        return Sequence((*first, run, Repeat(Sequence((rest, run)), 0, None)))
 
     def _rest(self, name: str, others: "tuple[Node, ...]") -> Ref:
         rest = Ref(f"{name} but characters")  # a name that no client's rule has
@@ -118,6 +120,7 @@ class Grouping:
             case Chars(ranges):
                 return ranges
             case Ref(name):
+                self._time.check()
                 if name in known:
                     return ()
                 known.add(name)
@@ -154,6 +157,7 @@ class Places:
         self._next: list[int] = []  # by place
         self._first = dict.fromkeys(rules, (0, False))
         self._behind = dict.fromkeys(rules, 0)
+        self._again: dict[int, int] = {}  # by repetition: with what it goes on
         self._is_done = False
         self._meets: dict[Ranges, int] = {}
 
@@ -189,6 +193,8 @@ class Places:
         """The places with which a node may begin, and whether it may be empty; notes what stands behind those in it."""
         first, is_empty = 0, False
         match node:
+            case Chars(_, least) if len(self._next) > _MAX_PLACES:
+                return 0, least == 0
             case Chars(ranges, least):
                 place = self._places.setdefault(node if node.is_run else id(node), len(self._next))
                 if place == len(self._next):
@@ -205,9 +211,10 @@ class Places:
                     begin, may_be_empty = self._walk(branch, behind)
                     first, is_empty = first | begin, is_empty or may_be_empty
             case Repeat(part, least, most):
-                first, is_empty = self._walk(part, behind)
-                if most != 1:
-                    self._walk(part, behind | first)
+                known = self._again.get(id(node), 0) if most != 1 else 0
+                first, is_empty = self._walk(part, behind | known)
+                self._is_done &= most == 1 or first == known
+                self._again[id(node)] = first
                 is_empty = is_empty or least == 0
             case Sequence(parts):
                 is_empty = True

@@ -156,3 +156,12 @@ def test_free_text_within_a_grammar_is_read_in_one_piece(free: str) -> None:
 def test_what_is_no_grammar_is_refused_with_its_line(grammar: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(words)):
         made(grammar)
+
+
+@pytest.mark.parametrize("mark", "*+")
+def test_repetitions_within_repetitions_are_no_more_work_than_their_text(mark: str) -> None:
+    """Each level that is gone through twice would make it 2 ** 60 times as much."""
+    inner = "[a-z]"
+    for depth in range(60):
+        inner = f'("{depth}" root | [a-z] | "y" {inner}{mark})'
+    assert len(made(f"root ::= {inner}").text) < 20_000
