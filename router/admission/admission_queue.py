@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 _STARTS_IN_A_ROW = 16
 """Generations that begin in one turn of the event loop: others must not wait for hundreds."""
 
+PLACE_COST = 64
+"""Tokens that a generation in the queue is taken to cost beside its own: what a place in the engines costs the others.
+Without it, a tenant of many tiny requests has the places of all.
+"""
+
 _RATE_WINDOW_S = 10.0
 _MAX_RETRY_AFTER_S = 60.0
 
@@ -198,7 +203,7 @@ class Admission:
             tenant=tenant.name,
             turns=visit.turns,
             priority=request.priority,
-            cost=cost_of(request),
+            cost=cost_of(request) + PLACE_COST,
             weight=tenant.grant.weight,
         )
         timer = asyncio.get_running_loop().call_later(request.patience_s, _expire, waiter)

@@ -11,7 +11,7 @@ from scripted_engine import make_request
 
 from pdkv.config import AdmissionConfig
 from pdkv.errors import Draining, EngineUnavailable, InvalidRequest, RequestAborted, RequestTimeout, TooManyRequests
-from pdkv.router.admission.admission_queue import Admission, Visit
+from pdkv.router.admission.admission_queue import PLACE_COST, Admission, Visit
 from pdkv.router.admission.tenants import Grant, Tenant
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.request import GenerateRequest
@@ -350,7 +350,7 @@ def test_keys_take_turns_by_their_weights() -> None:
 
 
 def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_what_it_did_not_use() -> None:
-    """Each request is charged 276 tokens; those of "long" come to 2,760, those of "brief" to 27."""
+    """Each request is charged 276 tokens and a place; those of "long" come to 2,760, those of "brief" to 27."""
     rig = Rig()
 
     async def body() -> None:
@@ -375,7 +375,7 @@ def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_wha
             rig.dispatcher.num_slots = 0
             await rig.end(number)
             visit = waiting.pop(task)
-            total[visit.tenant.name] += used[visit.tenant.name]
+            total[visit.tenant.name] += PLACE_COST + used[visit.tenant.name]
             visit.used(used[visit.tenant.name])
             visit.close()
             come(visit.tenant)
