@@ -222,6 +222,9 @@ class KVStore(ABC):
         """Why a part of it is left alone now; empty: nothing is known to be wrong."""
         return ""
 
+    def on_problem(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called, by any thread, whenever `problem` changes."""
+
     def put_into(self, part: "KVStore", items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         """`put_on_terms` into one of its `parts`, whatever that takes by its write policy."""
         part.put_on_terms(items, terms)

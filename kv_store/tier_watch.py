@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
@@ -28,6 +28,7 @@ class TierWatch:
     def __init__(self, tiers: Sequence[Tier], lock: threading.Lock, late_s: float) -> None:
         self._tiers = [tier for tier in tiers if tier.is_watched]
         self._late_s = late_s
+        self.tell: Callable[[], None] = lambda: None  # a tier is left alone, or is no longer
         self._asked: Tier | None = None  # whose probe is under way
         self._num_calls = 0
         self._is_idle = bool(self._tiers)
@@ -76,6 +77,7 @@ class TierWatch:
     def _tell(self, tier: Tier) -> None:
         assert tier.away is not None
         logger.warning("KV store: %s is left alone until it answers (%s: %s)", tier.name, tier.away.code, tier.away)
+        self.tell()
 
     # --- threads --------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class TierWatch:
             tier.away, tier.vouched_at, tier.reads.until = None, now, 0.0
             if was_away:
                 logger.info("KV store: %s answers again", tier.name)
+                self.tell()
             return
         tier.away = problem
         tier.reads.begin(now)

@@ -197,6 +197,9 @@ class TieredStore(TellingStore):
     def problem(self) -> str:
         return "; ".join(f"{tier.name} does not answer: {tier.away}" for tier in self.tiers if tier.away is not None)
 
+    def on_problem(self, tell: Callable[[], None]) -> None:
+        self._watch.tell = tell
+
     def forget(self, keys: Sequence[bytes] | None) -> None:
         if self._backfill is not None:
             self._backfill.forget(keys)

@@ -103,6 +103,7 @@ class KeyLookups:
         ]
         for thread in self._threads:
             thread.start()
+        store.on_problem(notify)
 
     @property
     def stats(self) -> ConnectorStats:
@@ -319,8 +320,7 @@ class KeyLookups:
                 else:
                     if self._problem:
                         logger.info("KV store: it answers again")
-                    rests = bool(self._store.problem)  # of a part: somebody is to hear when it is over
-                    self._problem, self._next_probe = "", time.monotonic() + self._probe_interval_s if rests else inf
+                    self._problem, self._next_probe = "", inf
                 wanted = any(lookup.wanted for lookup in lookups)
                 before, self._told_problem = self._told_problem, self.problem
             if wanted or before != self._told_problem:

@@ -162,11 +162,14 @@ def test_a_stopped_tier_is_waited_for_once(tiers: TieredStore, server: RedisServ
 
 
 def test_a_tier_that_is_back_is_used_again(server: RedisServer, tmp_path: Path) -> None:
+    told: list[str] = []
     with TieredStore([FileStore(tmp_path), RedisStore(server.url)], retry_after_s=1e-9) as store:
+        store.on_problem(lambda: told.append(store.problem))
         server.kill()
         store.put(items(b"a"))
         server.start()
-        wait_until_true(lambda: not store.problem, "a probe found it")
+        wait_until_true(lambda: len(told) > 1, "a probe found it")
+        assert told[0].startswith("1-redis does not answer: ") and told[1:] == [""], "both are told"
         store.put(items(b"b"))
         assert store.tiers[1].store.contains([b"a", b"b"]) == [False, True]
         assert store.tiers[1].failures == {"store_unavailable": 1}

@@ -92,9 +92,9 @@ def count(load: Load, strike: Strike, expected: Sequence[list[int]], outcome: Ou
 
 
 def is_well(deployment: Running) -> bool:
-    """Whether every engine is there."""
+    """Whether every engine is there, and no store is taken for one that does not answer."""
     with contextlib.suppress(httpx.TransportError):
-        return engines_are_there(deployment) and deployment.get("/health").status_code == 200
+        return engines_are_there(deployment) and deployment.get("/health").json() == {"status": "ok"}
     return False
 
 
