@@ -110,7 +110,11 @@ def disturb(deployment: Running, keys: dict[str, str], seconds: float) -> Result
         beside("polite_tenant", deployment, result.victim, keys["victim"], "0"),
         beside("hostile_tenant", deployment, result.hostile, keys["hostile"]),
     ):
+        began = time.monotonic()
         time.sleep(seconds)
+        while not _found(deployment, "hostile")["pdkv_key_tokens_total"] and time.monotonic() < began + _END_BOUND_S:
+            time.sleep(_PERIOD_S)  # on a machine that has no time for it, it gets nowhere at first
+        seconds = time.monotonic() - began
     result.late_s = round(suspects.longest_s, 2)
     result.tokens["hostile"] = _tokens_of(deployment, "hostile")
     rate = f"{max(result.tokens['hostile'] / seconds, 1.0):.1f}"
@@ -132,16 +136,19 @@ def disturb(deployment: Running, keys: dict[str, str], seconds: float) -> Result
 def _tokens_of(deployment: Running, key: str) -> int:
     """What a key was granted, once none of its requests is in flight."""
     deadline = time.monotonic() + _END_BOUND_S
-    while True:
-        found = {
-            sample.name: sample.value
-            for family in text_string_to_metric_families(deployment.get("/metrics").text)
-            for sample in family.samples
-            if sample.labels.get("key") == key
-        }
-        if not found["pdkv_key_requests_in_flight"] or time.monotonic() > deadline:
-            return int(found["pdkv_key_tokens_total"])
+    while (found := _found(deployment, key))["pdkv_key_requests_in_flight"] and time.monotonic() < deadline:
         time.sleep(_PERIOD_S)
+    return int(found["pdkv_key_tokens_total"])
+
+
+def _found(deployment: Running, key: str) -> dict[str, float]:
+    """The metrics of a key, by name."""
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(deployment.get("/metrics").text)
+        for sample in family.samples
+        if sample.labels.get("key") == key
+    }
 
 
 def _judge(result: Result) -> None:
