@@ -89,7 +89,9 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
         resume(self, num_tokens)
 
     monkeypatch.setattr(Request, "resume", counted)
-    for _ in range(100):
+    for number in range(1000):
+        if number >= 100 and (num_parts or pair[0] != "store"):  # few loads come in part
+            break
         world = run_schedule(rng.randbytes(rng.randint(200, 500)), pair)
         for engine in world.engines.values():
             load = engine.core._make_load()
