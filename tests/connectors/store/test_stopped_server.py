@@ -83,8 +83,9 @@ def test_a_save_fails_its_hand_off(server: StoreServer, make: MakeEngine) -> Non
     prefill(engine, NUM_TOKENS, transfer_id="again")
 
 
-def test_a_shutdown_waits_for_no_server(server: StoreServer, make: MakeEngine) -> None:
-    """A lookup, a load and a save are under way, with deadlines that nobody would wait for."""
+def test_a_shutdown_waits_for_no_server(server: StoreServer, make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup, a load and a save are under way, with deadlines of an hour, and no watch hangs up on them before."""
+    monkeypatch.setattr("pdkv.kv_store.tiers.LATE_S", 3600.0)
     engine, blocks = make("p", "3600"), scattered(NUM_TOKENS, 16)
     tiers = engine.connectors[0].store
     assert isinstance(tiers, TieredStore)
