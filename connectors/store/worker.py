@@ -282,9 +282,17 @@ class StoreWorker(TransferWorker):
         return True
 
     def shutdown(self) -> None:
-        self._values.store.hang_up()
-        self._orders.close()
-        super().shutdown()
+        store = self._values.store
+        store.hang_up()
+        again = threading.Timer(1.0, store.hang_up)  # on calls that were only beginning
+        again.daemon = True
+        again.start()
+        try:
+            self._orders.close()
+            super().shutdown()
+        finally:
+            again.cancel()
+            again.join()
 
     def get_stats(self) -> Stats:
         num_bytes, seconds = self._values.meter.total
