@@ -211,9 +211,12 @@ class KVStore(ABC):
         """Run a call of one of its `parts`. Raises StoreUnavailable at once for one that is left alone now."""
         return call()
 
-    def hang_up(self) -> None:
-        """End the calls under way, which raise StoreUnavailable: what they wait for does not come. Does not block. The
-        store can be used again. One that cannot end them lets them go on to their deadline.
+    def hang_up(self, *, for_good: bool = False) -> None:
+        """End the calls under way, which raise StoreUnavailable: what they wait for does not come. Does not block. A
+        store that cannot end them lets them go on to their deadline.
+
+        Args:
+            for_good: a store that can end calls refuses those that begin later, too. Else it can be used again.
         """
         return
 

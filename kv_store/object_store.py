@@ -105,8 +105,8 @@ class ObjectStore(TellingStore):
     def close(self) -> None:
         self._loop.close()
 
-    def hang_up(self) -> None:
-        self._loop.hang_up()
+    def hang_up(self, *, for_good: bool = False) -> None:
+        (self._loop.close if for_good else self._loop.hang_up)()
 
     # --- on the loop's thread ---------------------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ class ServerStore(TellingStore):
     def close(self) -> None:
         self._pool.close()
 
-    def hang_up(self) -> None:
-        self._pool.hang_up()
+    def hang_up(self, *, for_good: bool = False) -> None:
+        (self._pool.close if for_good else self._pool.hang_up)()
 
     @abstractmethod
     def connect(self, timeout_s: float) -> Channel:

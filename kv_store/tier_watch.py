@@ -57,13 +57,10 @@ class TierWatch:
             self._wake()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread, behind a probe that the stores were told to end. Idempotent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            asked = self._asked
-        if asked is not None:
-            asked.store.hang_up()
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT_S)
 

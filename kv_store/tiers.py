@@ -189,9 +189,9 @@ class TieredStore(TellingStore):
             raise errors[0]
         return result  # type: ignore[return-value]  # None only if it is what the call returns
 
-    def hang_up(self) -> None:
+    def hang_up(self, *, for_good: bool = False) -> None:
         for tier in self.tiers:
-            tier.store.hang_up()
+            tier.store.hang_up(for_good=for_good)
 
     @property
     def problem(self) -> str:
@@ -249,7 +249,7 @@ class TieredStore(TellingStore):
 
     def close(self) -> None:
         self._is_closed = True
-        self.hang_up()  # what copies, or probes, does not wait for an answer
+        self.hang_up(for_good=True)  # what copies, or probes, does not wait for an answer
         if self._backfill is not None:
             self._backfill.close()
         self._watch.close()

@@ -92,7 +92,6 @@ class KeyLookups:
         self._pending: OrderedDict[bytes, _Lookup] = OrderedDict()  # by first key, in order of their deadlines
         self._queue: list[_Lookup] = []
         self._problem = ""  # why the last lookup failed: until one succeeds there is one at a time
-        self._told_problem = ""
         self._probe_interval_s = probe_interval_s
         self._next_probe = inf if probe_interval_s == inf else 0.0  # when the store is asked although nobody waits
         self._stopping = False
@@ -234,7 +233,7 @@ class KeyLookups:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._store.hang_up()
+        self._store.hang_up(for_good=True)
         for thread in self._threads:
             thread.join(JOIN_TIMEOUT_S)
             if thread.is_alive():
@@ -312,6 +311,7 @@ class KeyLookups:
                     logger.exception("KV store: a lookup raised something else than a StoreError")
                 error = f"a lookup failed ({failure!r})"
             with self._changed:
+                before = self._problem
                 for lookup in lookups:
                     self._answer(lookup, stored)
                 if error:
@@ -322,8 +322,8 @@ class KeyLookups:
                         logger.info("KV store: it answers again")
                     self._problem, self._next_probe = "", inf
                 wanted = any(lookup.wanted for lookup in lookups)
-                before, self._told_problem = self._told_problem, self.problem
-            if wanted or before != self._told_problem:
+                has_changed = before != self._problem
+            if wanted or has_changed:
                 self._notify()
 
     def _look_all_up(self, lookups: Sequence[_Lookup]) -> set[bytes]:

@@ -77,7 +77,8 @@ class _PutOff(NamedTuple):
     """Values that are saved as there is room, whether or not their request lives. Nothing holds their blocks."""
 
     confirmed: ConfirmedRange  # with tables of its own
-    generations: list[Ids]  # of the blocks in each table, as long as they have the values; empty: nothing tells later
+    first: int  # of the blocks in each table that have values
+    generations: list[Ids]  # of these blocks, as long as they have the values; empty: nothing tells later
     values: list[Value]
     checked: frozenset[Value]  # of them, those that may be stored already
     ended: list[bytes]  # keys of those that are written anew
@@ -348,9 +349,11 @@ class StoreScheduler(SchedulerConnector):
         self, confirmed: ConfirmedRange, values: list[Value], checked: frozenset[Value], ended: list[bytes]
     ) -> None:
         tables = [list(table) for table in confirmed.block_tables]
-        known = [] if self._table is None else [self._generations(table) for table in tables]
+        first = min(value.start for value in values) // self._block_size
+        stop = -(-max(value.stop for value in values) // self._block_size)
+        known = [] if self._table is None else [self._generations(table[first:stop]) for table in tables]
         own = msgspec.structs.replace(confirmed, block_tables=tables)
-        self._put_off.append(_PutOff(own, known, values, checked, ended))
+        self._put_off.append(_PutOff(own, first, known, values, checked, ended))
         self._saving.update(value.key for value in values)
         self._num_put_off_tokens += sum(map(_tokens_of, values))
 
@@ -396,9 +399,17 @@ class StoreScheduler(SchedulerConnector):
     def _still_there(self, late: _PutOff) -> list[Value]:
         if not late.generations:
             return late.values
-        tables, size = late.confirmed.block_tables, self._block_size
-        same = [self._generations(table) == known for table, known in zip(tables, late.generations, strict=True)]
-        return [v for v in late.values if bool(same[v.group][v.start // size : -(-v.stop // size)].all())]
+        first, size = late.first, self._block_size
+        same = [
+            self._generations(table[first : first + len(known)]) == known
+            for table, known in zip(late.confirmed.block_tables, late.generations, strict=True)
+        ]
+
+        def is_there(value: Value) -> bool:
+            blocks = slice(value.start // size - first, -(-value.stop // size) - first)
+            return bool(same[value.group][blocks].all())
+
+        return list(filter(is_there, late.values))
 
     def _are_known(self, confirmed: ConfirmedRange) -> bool:
         """Whether all of a request, which has one KV group, is stored already, as what was just loaded is."""

@@ -275,24 +275,10 @@ class StoreWorker(TransferWorker):
             return results
         return results._replace(finished_sending={**results.finished_sending, **done})
 
-    def interrupt(self, job: Job) -> bool:
-        """At the end nothing waits for a store that does not answer."""
-        if self._stopping:
-            self._values.store.hang_up()
-        return True
-
     def shutdown(self) -> None:
-        store = self._values.store
-        store.hang_up()
-        again = threading.Timer(1.0, store.hang_up)  # on calls that were only beginning
-        again.daemon = True
-        again.start()
-        try:
-            self._orders.close()
-            super().shutdown()
-        finally:
-            again.cancel()
-            again.join()
+        self._values.store.hang_up(for_good=True)  # nothing waits for a store that does not answer
+        self._orders.close()
+        super().shutdown()
 
     def get_stats(self) -> Stats:
         num_bytes, seconds = self._values.meter.total

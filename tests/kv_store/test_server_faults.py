@@ -94,6 +94,17 @@ def test_a_call_that_is_hung_up_ends_and_later_ones_are_made(server: StoreServer
         assert in_time(get, store, b"a")
 
 
+def test_a_call_behind_the_last_hang_up_is_refused(server: StoreServer, open_: Open) -> None:
+    """F55: It would wait for its own deadline: no later hang-up ends it."""
+    if isinstance(server, MooncakeServer):
+        pytest.skip("its calls are its library's own")
+    store = open_(server.url, operation_timeout_s="300")
+    put(store, b"a")
+    store.hang_up(for_good=True)
+    with server.stopped(), pytest.raises(StoreUnavailable):
+        in_time(get, store, b"a")
+
+
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "not_connected"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_stopped_server_is_a_timeout_and_works_again_when_it_goes_on(
