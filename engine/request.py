@@ -154,6 +154,11 @@ class Request:
         return self.num_in_flight > 0 and self.num_planned >= self.end_at
 
     @property
+    def stands_still(self) -> bool:
+        """Whether nothing is computed for it now: it is ending, or the mask of its next token is not there."""
+        return self.is_ending or self.awaits_mask
+
+    @property
     def num_wanted(self) -> int:
         """KV of tokens [0, num_wanted) may come from a cache or from outside; the one behind it is computed here."""
         if self.kv == "await_peer" and not self.output_token_ids:

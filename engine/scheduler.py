@@ -189,9 +189,7 @@ class Scheduler:
         """Whether somebody has something to compute, as far as can be told without planning."""
         if self.trials.active and any(self._in_flight.values()):
             return False  # nothing is planned ahead while one is near
-        return bool(self.waiting) or any(
-            r.num_planned > r.num_computed for r in self.running if not (r.is_ending or r.awaits_mask)
-        )
+        return bool(self.waiting) or any(r.num_planned > r.num_computed for r in self.running if not r.stands_still)
 
     def compute_on(self) -> None:
         """A step has ended: another one follows if somebody has something to compute."""
@@ -242,9 +240,9 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request, most = self.running[index], budget
             if _decodes(request):
-                decodes = decodes and decodes - 1
+                decodes = decodes and decodes - _wants_a_token(request)
             elif decodes is None:
-                decodes = min(sum(map(_decodes, self.running[index:])), self.limits.max_num_seqs)
+                decodes = min(sum(map(_wants_a_token, self.running[index:])), self.limits.max_num_seqs)
                 most = max(budget - decodes, 1)  # it advances even where they need the whole budget
             else:
                 most = max(budget - decodes, 0)
@@ -303,7 +301,7 @@ class Scheduler:
         """Tokens of the request to compute in this step: also those that steps in flight draw, which the workers know
         by then. 0 where these end it.
         """
-        if request.is_ending or request.awaits_mask or (self.trials.active and self.trials.holds(request)):
+        if request.stands_still or (self.trials.active and self.trials.holds(request)):
             return 0
         num_tokens = request.num_planned - request.num_computed
         if _decodes(request):
@@ -443,3 +441,8 @@ class Scheduler:
 def _decodes(request: Request) -> bool:
     """Whether it takes at most one token of a step's budget; else it has a prompt, or output, to compute."""
     return request.num_planned - request.num_computed <= 1
+
+
+def _wants_a_token(request: Request) -> bool:
+    """Whether it decodes, and is not to stand still."""
+    return _decodes(request) and not request.stands_still

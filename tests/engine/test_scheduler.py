@@ -103,6 +103,16 @@ def test_a_prompt_advances_although_the_streams_behind_it_need_the_whole_budget(
     assert shares(core) == {"urgent": 1, "a": 1, "b": 1}
 
 
+def test_a_prompt_leaves_no_token_to_a_stream_that_waits_for_its_mask() -> None:
+    """F81: a tenant's late masks take nothing from another's prompt."""
+    core = with_streams("a", "b", "c", max_num_batched_tokens=8)
+    for request in core.scheduler.running[:2]:
+        request.leave_out()
+    core.handle("r", submit(list(range(200, 240)), request_id="urgent", priority=-1), 0.0)
+    assert shares(core) == {"c": 1, "urgent": 7}
+    assert shares(core) == {"urgent": 7, "c": 1}
+
+
 def test_a_repeated_prompt_hits_all_but_its_last_block() -> None:
     core = make_core()
     prompt = list(range(100, 112))  # 3 blocks of 4
