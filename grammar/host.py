@@ -16,6 +16,7 @@ from pdkv.grammar.host_state import Known, Row, WorkerState
 from pdkv.grammar.options import GrammarOptions
 from pdkv.grammar.slab import Slab, Words
 from pdkv.grammar.spec import Grammar
+from pdkv.grammar.vocabulary import WORD_BITS
 from pdkv.grammar.worker_messages import Close, Forget, Learn, SlabShape, Start, Step, Steps, Tell
 from pdkv.grammar.workers import Workers
 from pdkv.wire.messages import RequestKey
@@ -29,7 +30,6 @@ PATIENCE_PER_S = 0.05
 FREE_S = 0.002
 """What each step may wait in any case."""
 
-_WORD_BITS = 32
 _NUMBERS_PER_ANSWER = 1 << 32
 
 
@@ -55,7 +55,7 @@ class GrammarHost:
         num_requests: answers at a time, at most.
         num_drafts: of an answer in a step, at most.
         """
-        shape = SlabShape(options.num_processes, num_requests, 1 + num_drafts, -(-vocab_size // _WORD_BITS))
+        shape = SlabShape(options.num_processes, num_requests, 1 + num_drafts, -(-vocab_size // WORD_BITS))
         stops = tuple(stop_token_ids)
         start = Start(str(model_dir), vocab_size, stops, options.time_s, options.memory_bytes, shape)
         self._options = options
