@@ -173,10 +173,11 @@ class Admission:
 
     # --- who begins -----------------------------------------------------------------------------------------------
 
-    def begins_at_once(self, priority: int) -> bool:
-        """Whether a generation need not wait: there is room, and nobody is before it."""
-        best = self._queue.best_priority
-        return (best is None or priority < best) and self._dispatcher.has_room()
+    def begins_at_once(self, priority: int, tenant: Tenant) -> bool:
+        """Whether a generation need not wait: there is room for its tenant, and nothing that may begin is before it."""
+        best, held_back = self._queue.best_priority, self._dispatcher.held_back()
+        is_next = best is None or priority < best or (priority == best and not self._queue.has_next(held_back))
+        return is_next and tenant.digest not in held_back and self._dispatcher.has_room()
 
     def begin(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
         """Dispatch. Raises EngineUnavailable."""
@@ -200,7 +201,7 @@ class Admission:
         tenant = visit.tenant
         waiting = self._queue.push(
             waiter,
-            tenant=tenant.name,
+            tenant=tenant.digest,
             turns=visit.turns,
             priority=request.priority,
             cost=cost_of(request) + PLACE_COST,
@@ -227,7 +228,7 @@ class Admission:
         tenant = visit.tenant
         self._queue.settle(visit.turns, num_tokens * share, tenant.grant.weight)
         if share < 1.0 and num_tokens > 0:
-            self._queue.charge(tenant.name, visit.priority, num_tokens * (1.0 - share), tenant.grant.weight)
+            self._queue.charge(tenant.digest, visit.priority, num_tokens * (1.0 - share), tenant.grant.weight)
 
     def leave(self, waiter: _Waiter, waiting: Waiting[_Waiter]) -> None:
         """Out of the queue. Idempotent."""
@@ -244,9 +245,10 @@ class Admission:
         """Let begin who is next, while there is room."""
         self._scheduled = False
         for _ in range(_STARTS_IN_A_ROW):
-            if not self._queue or not self._dispatcher.has_room():
+            held_back = self._dispatcher.held_back()
+            if not self._queue.has_next(held_back) or not self._dispatcher.has_room():
                 return
-            self._begin_waiter(self._queue.pop())
+            self._begin_waiter(self._queue.pop(held_back))
         self._on_room()
 
     def _begin_waiter(self, waiter: _Waiter) -> None:
@@ -316,7 +318,7 @@ class Visit:
         if self._closed:
             raise RequestAborted("the client went away", request_id=request.label)
         try:
-            if admission.begins_at_once(request.priority):
+            if admission.begins_at_once(request.priority, self.tenant):
                 return admission.begin(request, deliver)
             return await admission.wait(self, request, deliver)
         finally:

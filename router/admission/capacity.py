@@ -3,6 +3,10 @@
 What waits, waits in the router's queue, where it can still be put in order, told a time to come back, or given up.
 """
 
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
 from pdkv.router.engines.fleet import EngineState, Fleet
 from pdkv.router.routing.policies import Side
 from pdkv.wire.messages import EngineCard
@@ -16,24 +20,43 @@ UNKNOWN_STEP = 8192
 SEQS_AHEAD = 2
 """Generations for each place in the decode engines' batches: as many again are in prefill, or on their way."""
 
+LATELY_S = 10.0
+"""A tenant's places are kept free for so long after it had them."""
+
+
+@dataclass(slots=True)
+class _Places:
+    """Generations of one tenant."""
+
+    running: int = 0
+    most: int = 0  # lately
+    most_at: float = 0.0
+
 
 class Capacity:
     """What all generations of one router hold together, against what the fleet can hold."""
 
-    def __init__(self, fleet: Fleet, *, take_over: bool = False) -> None:
+    def __init__(self, fleet: Fleet, *, take_over: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         """`take_over`: engines of one role do the other's work where that has none."""
         self._fleet = fleet
         self._take_over = take_over
         self.kv_tokens = 0
         self.num_generations = 0
+        self._clock = clock
+        self._places: dict[str, _Places] = {}  # by tenant
 
-    def enter(self, kv_tokens: int) -> None:
+    def enter(self, kv_tokens: int, tenant: str = "") -> None:
         """A generation begins."""
         self.kv_tokens += kv_tokens
         self.num_generations += 1
+        places = self._places.setdefault(tenant, _Places())
+        places.running += 1
+        if places.running >= places.most:
+            places.most, places.most_at = places.running, self._clock()
 
-    def leave(self, kv_tokens: int) -> None:
+    def leave(self, kv_tokens: int, tenant: str = "") -> None:
         """It is over."""
+        self._places[tenant].running -= 1
         self.kv_tokens -= kv_tokens
         self.num_generations -= 1
         assert self.num_generations >= 0, "more generations are over than began"
@@ -56,10 +79,28 @@ class Capacity:
             return True
         if all(e.books.prefill_tokens >= STEPS_AHEAD * _step_tokens(e) for e in prefill):
             return False
-        num_seqs = sum(_card(e).max_num_seqs for e in decode)
-        if self.num_generations >= SEQS_AHEAD * num_seqs:
+        if self.num_generations >= SEQS_AHEAD * _num_seqs(decode):
             return False
         return self.kv_tokens < sum(map(_kv_capacity, decode)) or any(map(_has_slack, decode))
+
+    def held_back(self) -> Collection[str]:
+        """Tenants that may not begin another generation now, because others are to find a place in a batch at once.
+
+        Who lately had at most an equal share of the decode engines' places has as many kept free, and the rest is for
+        all those who had more: beyond the batches generations wait in the engines, where no turns are taken.
+        """
+        if len(self._places) < 2:
+            return ()
+        now = self._clock()
+        for tenant, places in list(self._places.items()):
+            if now - places.most_at > LATELY_S:
+                places.most, places.most_at = places.running, now
+                if not places.running:
+                    del self._places[tenant]
+        num_seqs = _num_seqs(self._engines("decode"))
+        large = {t: p for t, p in self._places.items() if p.most * len(self._places) > num_seqs}
+        num_kept = sum(p.most for t, p in self._places.items() if t not in large)
+        return large if num_kept and sum(p.running for p in large.values()) >= num_seqs - num_kept else ()
 
     def _engines(self, side: Side) -> list[EngineState]:
         """Those that can be asked; suspects only where there are no others."""
@@ -71,6 +112,10 @@ class Capacity:
 def _card(engine: EngineState) -> EngineCard:
     assert engine.card is not None
     return engine.card
+
+
+def _num_seqs(engines: list[EngineState]) -> int:
+    return sum(_card(e).max_num_seqs for e in engines)
 
 
 def _step_tokens(engine: EngineState) -> int:

@@ -10,6 +10,7 @@ a little earlier, and a long one waits at most for its own cost's worth of those
 
 import heapq
 import itertools
+from collections.abc import Collection, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -102,10 +103,18 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
         return waiting
 
-    def pop(self) -> T:
-        """Take the next item; the queue must not be empty."""
+    def has_next(self, held_back: Collection[str] = ()) -> bool:
+        """Whether there is an item to `pop`: of the most urgent priority, of a tenant that is not held back."""
+        return any(True for _ in self._flows(held_back))
+
+    def _flows(self, held_back: Collection[str]) -> Iterator[Flow]:
+        flows = self._classes[self._priorities[0]].flows if self._priorities else {}
+        return (flow for tenant, flow in flows.items() if flow.num_waiting and tenant not in held_back)
+
+    def pop(self, held_back: Collection[str] = ()) -> T:
+        """Take the next item; there must be one."""
         level = self._classes[self._priorities[0]]
-        flow = min((f for f in level.flows.values() if f.num_waiting), key=lambda f: f.virtual)
+        flow = min(self._flows(held_back), key=lambda f: f.virtual)
         while True:
             _, _, waiting = heapq.heappop(flow.heap)
             if waiting.item is not None:

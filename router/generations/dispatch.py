@@ -9,7 +9,7 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Dispatcher(Listener):
             tiers=tiers,
             fleet=fleet,
             counters=counters,
-            room=Capacity(fleet, take_over=limits.take_over),
+            room=Capacity(fleet, take_over=limits.take_over, clock=clock),
             recovery=losses,
             placing=Placement(self._routes, self._holdings, losses, clock),
             prober=Prober(fleet, orders, health.probe_interval_s),
@@ -210,6 +210,10 @@ class Dispatcher(Listener):
         """Whether a generation should begin now. Where none can run at all, `start` is to say so."""
         return self.closed or not self.fleet.complete_once or self.room.free
 
+    def held_back(self) -> Collection[str]:
+        """Digests of the tenants whose generations are to wait for their others to end, though there is room."""
+        return self.room.held_back()
+
     def start(self, request: GenerateRequest) -> Generation:
         """Send a request to engines, also where there is no room: who calls has asked, or has a reason not to. Where a
         fleet that was ready has no engine now, it waits for one, or for its deadline.
@@ -249,7 +253,7 @@ class Dispatcher(Listener):
         generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation
         self._transfers[flow.transfer_id] = generation
-        self.room.enter(kv_tokens(request))
+        self.room.enter(kv_tokens(request), request.tenant)
         self._apply(generation, flow.start(now))
         return generation
 

@@ -336,7 +336,7 @@ class Driver:
         if self._generations.pop(flow.request_id, None) is None:
             return
         self._transfers.pop(flow.transfer_id, None)
-        self.room.leave(kv_tokens(flow.request))
+        self.room.leave(kv_tokens(flow.request), flow.request.tenant)
         self.recovery.unpark(generation)
         if generation.timer is not None:
             generation.timer.cancel()

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
@@ -119,6 +119,8 @@ class FakeDispatcher:
         self.num_lossy_tokens: int | None = None
         self.generations: list[FakeGeneration] = []
         self.num_slots = 1 << 30  # generations that may run at once
+        self.num_seqs = 1 << 30  # beyond these, none of those that have many
+        self.large: Collection[str] = ()
         self.on_room: Callable[[], None] = lambda: None
         self.started = asyncio.Event()  # set by every start
         self.counters = Counters()
@@ -143,6 +145,9 @@ class FakeDispatcher:
 
     def has_room(self) -> bool:
         return self.num_running < self.num_slots
+
+    def held_back(self) -> Collection[str]:
+        return self.large if self.num_running >= self.num_seqs else ()
 
     def give_room(self, num_slots: int) -> None:
         """So many generations may run now."""

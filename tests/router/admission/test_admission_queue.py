@@ -349,6 +349,31 @@ def test_keys_take_turns_by_their_weights() -> None:
     case(rig, body)
 
 
+def test_a_key_with_few_generations_passes_one_that_is_held_back() -> None:
+    """F38. The other one has more than its share of the batches: it waits, though there is room."""
+    rig = Rig(num_slots=9)
+
+    async def body() -> None:
+        many, few = rig.tenant("many"), rig.tenant("few")
+        rig.dispatcher.large, rig.dispatcher.num_seqs = {many.digest}, 2
+        visits = [rig.visit(many) for _ in range(4)]
+        tasks = [rig.start(visit, label=str(number)) for number, visit in enumerate(visits)]
+        await settle()
+        with rig.visit(few) as visit:
+            await asyncio.wait_for(rig.start(visit, label="9"), 1.0)
+        assert [request.label for request in rig.dispatcher.requests] == ["0", "1", "9"]
+        for number in (2, 0, 1):
+            await rig.end(number)
+        assert [request.label for request in rig.dispatcher.requests] == ["0", "1", "9", "2", "3"]
+        for number in (3, 4):
+            await rig.end(number)
+        await asyncio.gather(*tasks)
+        for visit in visits:
+            visit.close()
+
+    case(rig, body)
+
+
 def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_what_it_did_not_use() -> None:
     """Each request is charged 276 tokens and a place; those of "long" come to 2,760, those of "brief" to 27."""
     rig = Rig()

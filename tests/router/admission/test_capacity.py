@@ -10,7 +10,7 @@ from dispatch_rig import System, collect, run
 from scripted_engine import make_card, make_request
 
 from pdkv.router.admission.admission_queue import Admission
-from pdkv.router.admission.capacity import SEQS_AHEAD, STEPS_AHEAD, Capacity
+from pdkv.router.admission.capacity import LATELY_S, SEQS_AHEAD, STEPS_AHEAD, Capacity
 from pdkv.router.engines.books import Entry
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.generations.generation import Generation
@@ -74,6 +74,36 @@ def test_decode_engines_are_given_twice_what_fits_into_their_batches() -> None:
         assert room.free
         room.enter(1)
     assert not room.free
+
+
+def test_a_tenant_with_many_generations_leaves_places_in_the_batches_to_those_with_few() -> None:
+    """F38. Of eight places: "few" lately had two, so all others together have six, and none waits in an engine."""
+    now = 0.0
+    fleet, _ = make_room(max_num_seqs=4)
+    room = Capacity(fleet, clock=lambda: now)
+    for _ in range(12):
+        room.enter(1, "many")
+        assert not room.held_back()  # it is alone
+    for _ in range(2):
+        room.enter(1, "few")
+        room.leave(1, "few")
+        room.enter(1, "few")
+    for number in range(12, 6, -1):
+        assert list(room.held_back()) == ["many"], number
+        room.leave(1, "many")
+    assert list(room.held_back()) == ["many"]
+    room.leave(1, "many")
+    assert not room.held_back()  # five of its own, two, and one that is free
+    room.enter(1, "many")
+    for _ in range(2):
+        room.leave(1, "few")
+    assert list(room.held_back()) == ["many"]
+    now += LATELY_S + 0.1
+    assert not room.held_back()  # the other one has gone
+    for _ in range(5):
+        room.enter(1, "few")
+    assert not room.held_back()  # both have many: turns decide
+    room.leave(0, "few")
 
 
 def test_what_comes_alone_has_room_whatever_it_needs() -> None:

@@ -186,3 +186,16 @@ def test_priorities_that_come_and_go_behind_another_do_not_pile_up() -> None:
     push(queue, 7, priority=7)
     assert drain(queue) == [0, 7]
     assert (queue.best_priority, queue._priorities) == (None, [])
+
+
+def test_a_tenant_that_is_held_back_keeps_its_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "a2", "b1"):
+        push(queue, name, tenant=name[0], cost=10 if name[0] == "a" else 100)
+    assert queue.has_next({"a"})
+    assert not queue.has_next({"a", "b"})
+    assert queue.pop({"a"}) == "b1"
+    assert not queue.has_next({"a"})
+    push(queue, "b2", tenant="b")
+    assert drain(queue) == ["a1", "a2", "b2"]
+    assert not queue.has_next()
