@@ -19,10 +19,13 @@ FRAMES ?= 100000
 CELL ?= 100
 RATE ?= 0
 STOP ?= 10
+N ?= 3
+LOAD ?= 0
+STOPS ?=
 PARTS ?=
 GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
-.PHONY: install lint check test matrix soak faults operations bench gpu gpu-carry demo serve clean
+.PHONY: install lint check test steady matrix soak faults operations bench gpu gpu-carry demo serve clean
 
 install: $(STAMP)
 
@@ -55,6 +58,11 @@ check: lint
 test: export PYTHONDONTWRITEBYTECODE =
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu and not slow"
+
+# The suite N=3 times beside LOAD=6 processes that compute, or with processes of its deployments stopped for a second now
+# and then (STOPS=1): lists every test that failed once. A run that came to its end is not repeated: `.bench/steady` has them.
+steady: install
+	cd tests/support && $(abspath $(BIN))/python -m steady --runs $(N) --load $(LOAD) $(if $(STOPS),--stops)
 
 # Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out of e2e.
 # Takes an hour on two cores.
