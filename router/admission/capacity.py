@@ -46,17 +46,19 @@ class Capacity:
         self._places: dict[str, _Places] = {}  # by tenant
 
     def enter(self, kv_tokens: int, tenant: str = "") -> None:
-        """A generation begins."""
+        """A generation begins; `tenant`: of a client with a key. Probes have none."""
         self.kv_tokens += kv_tokens
         self.num_generations += 1
-        places = self._places.setdefault(tenant, _Places())
-        places.running += 1
-        if places.running >= places.most:
-            places.most, places.most_at = places.running, self._clock()
+        if tenant:
+            places = self._places.setdefault(tenant, _Places())
+            places.running += 1
+            if places.running >= places.most:
+                places.most, places.most_at = places.running, self._clock()
 
     def leave(self, kv_tokens: int, tenant: str = "") -> None:
         """It is over."""
-        self._places[tenant].running -= 1
+        if tenant:
+            self._places[tenant].running -= 1
         self.kv_tokens -= kv_tokens
         self.num_generations -= 1
         assert self.num_generations >= 0, "more generations are over than began"

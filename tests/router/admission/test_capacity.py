@@ -81,6 +81,7 @@ def test_a_tenant_with_many_generations_leaves_places_in_the_batches_to_those_wi
     now = 0.0
     fleet, _ = make_room(max_num_seqs=4)
     room = Capacity(fleet, clock=lambda: now)
+    room.enter(0)  # a probe
     for _ in range(12):
         room.enter(1, "many")
         assert not room.held_back()  # it is alone
