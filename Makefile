@@ -59,8 +59,9 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu and not slow"
 
-# The suite N=3 times beside LOAD=6 processes that compute, or with processes of its deployments stopped for a second now
-# and then (STOPS=1): lists every test that failed once. A run that came to its end is not repeated: `.bench/steady` has them.
+# The suite N=3 times beside so many processes that compute (LOAD=6; none unless said), or with processes of its
+# deployments stopped for a second now and then (STOPS=1): lists every test that failed once. A run whose report is in
+# .bench/steady is not repeated: remove the folder after a change.
 steady: install
 	cd tests/support && $(abspath $(BIN))/python -m steady --runs $(N) --load $(LOAD) $(if $(STOPS),--stops)
 

@@ -88,8 +88,8 @@ class Capacity:
     def held_back(self) -> Collection[str]:
         """Tenants that may not begin another generation now, because others are to find a place in a batch at once.
 
-        Who lately had at most an equal share of the decode engines' places has as many kept free, and the rest is for
-        all those who had more: beyond the batches generations wait in the engines, where no turns are taken.
+        A tenant that lately had at most an equal share of the decode engines' places has as many kept free, and the
+        rest is for all that had more: beyond the batches generations wait in the engines, where no turns are taken.
         """
         if len(self._places) < 2:
             return ()

@@ -5,13 +5,13 @@
 
 Beside the suite, `--load` processes use a processor each; with `--stops` a process of one of its deployments stands
 still for a second every now and then. A run whose report is in `--out` is not repeated, so a call that was interrupted
-goes on with the run that it was in. What follows `--` goes to pytest.
+goes on with the run that it was in; after a change, or for other tests, give another folder. What follows `--` goes to
+pytest.
 """
 
 import argparse
 import contextlib
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -85,8 +85,8 @@ class Stops:
             process.send_signal(signal.SIGCONT)
 
 
-def run_suite(report: Path, seed: int, load: int, stops: bool, arguments: Sequence[str]) -> int:
-    """One run, whose report is there if it came to its end; returns pytest's exit status."""
+def run_suite(report: Path, seed: int, load: int, stops: bool, arguments: Sequence[str]) -> None:
+    """One run, whose report is there if it came to its end."""
     unfinished = report.with_suffix(".unfinished")
     unfinished.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *SUITE, f"--junitxml={unfinished}", *arguments]
@@ -106,8 +106,7 @@ def run_suite(report: Path, seed: int, load: int, stops: bool, arguments: Sequen
                 suite.kill()
     if status not in (0, 1) or not unfinished.exists():
         raise SystemExit(f"the suite ended with status {status}: {report.with_suffix('.log')} says why")
-    shutil.move(unfinished, report)
-    return status
+    unfinished.rename(report)
 
 
 def failures(report: Path) -> tuple[int, list[str]]:
