@@ -13,6 +13,8 @@ FOLDERS = ("connectors", "decode", "engine", "grammar", "kernels", "kv_store", "
 BASE = (
     "errors",
     "limits",
+    "clock",
+    "service_thread",
     "block_keys",
     "log_limit",
     "sampling_params",
@@ -73,6 +75,7 @@ LAYERS = (
     "pdkv.router",
     "pdkv.launch",
     "pdkv.vllm",
+    "pdkv.testing",
     "pdkv.connector_kit.rig",
     "pdkv.connector_kit.check",
     "pdkv.connector_kit.bench",

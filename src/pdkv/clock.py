@@ -1,0 +1,59 @@
+"""Time of a process: what has a deadline is given a `Clock` when it is built, and reads no other.
+
+Deadlines are points of that clock, in seconds. A decision rests on the difference of two readings of one clock. Wall
+clock time (`unix_time`) is for records that people read and for times to live, which hosts share.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from threading import Condition, Event
+from typing import Protocol
+
+
+class Handle(Protocol):
+    """A call that `Clock.call_at` has planned."""
+
+    def cancel(self) -> None:
+        """Plan it no longer. Idempotent."""
+
+
+class Clock:
+    """The machine's monotonic clock. `pdkv.testing.VirtualClock` is one that a test moves."""
+
+    def __init__(self) -> None:
+        self.now: Callable[[], float] = time.monotonic
+        """Seconds since a point of the past that is the same for all processes of the machine."""
+
+    def wait(self, event: Event | Condition, until: float | None = None) -> bool:
+        """Block until the event is set, the (held) condition is notified, or the clock shows `until`.
+
+        Returns:
+            False: `until` came first. A condition has to be looked at again in either case.
+        """
+        return event.wait(None if until is None else max(until - self.now(), 0.0))
+
+    def wait_for(self, condition: Condition, is_met: Callable[[], bool], until: float | None = None) -> bool:
+        """Block until `is_met()` under the (held) condition, which is notified of changes; False: not by `until`."""
+        while not (met := is_met()) and (until is None or self.now() < until):
+            self.wait(condition, until)
+        return met
+
+    def sleep(self, seconds: float) -> None:
+        """Block for so long; for pauses that no event can end."""
+        self.wait(Event(), self.now() + seconds)
+
+    def call_at(self, at: float, call: Callable[[], None]) -> Handle:
+        """Call `call()` on the running event loop when the clock shows `at`."""
+        loop = asyncio.get_running_loop()
+        return loop.call_later(max(at - self.now(), 0.0), call)
+
+
+MONOTONIC = Clock()
+"""The clock of whatever is not given another."""
+
+unix_time: Callable[[], float] = time.time
+"""Seconds since 1970, as far as the host knows."""
+
+unix_time_ns: Callable[[], int] = time.time_ns
+"""Nanoseconds since 1970, as far as the host knows."""

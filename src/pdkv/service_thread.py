@@ -1,0 +1,79 @@
+"""A thread beside an object that owns it: its start, its end, and what is said if it fails or stays."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 5.0
+"""So long `stop` waits for a thread to end."""
+
+
+class ServiceThread:
+    """Calls `run(stopping)` once, on a daemon thread of its own.
+
+    Args:
+        run: returns soon after `stopping` is set and `wake` was called. An exception ends the thread and is logged.
+        wake: makes `run` look at `stopping`; called on any thread, and never before `stopping` is set.
+        name: of the thread, in logs and in leak checks.
+    """
+
+    def __init__(self, run: Callable[[threading.Event], None], wake: Callable[[], None], name: str) -> None:
+        self.stopping = threading.Event()
+        self.failure: BaseException | None = None
+        self._run = run
+        self._wake = wake
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._lock = threading.Lock()  # of start and stop
+        self._is_started = False
+
+    @property
+    def name(self) -> str:
+        """Of the thread."""
+        return self._thread.name
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on it."""
+        return threading.current_thread() is self._thread
+
+    def start(self) -> None:
+        """Begin, unless it began before or is stopped.
+
+        Raises:
+            RuntimeError: the system has no thread left; it may be tried again.
+        """
+        with self._lock:
+            if not (self._is_started or self.stopping.is_set()):
+                self._thread.start()
+                self._is_started = True
+
+    def stop(self, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
+        """End it and wait for the end; a thread that does not end in time is named in the log. Idempotent.
+
+        Returns:
+            Whether it has ended. On the thread itself: False, at once.
+        """
+        self.stopping.set()
+        self._wake()
+        with self._lock:
+            is_started = self._is_started
+        if not is_started or self.is_current:
+            return not is_started
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.error("thread %s does not end", self.name)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        try:
+            self._run(self.stopping)
+        except BaseException as error:
+            self.failure = error
+            logger.exception("thread %s ended with an error", self.name)

@@ -1,0 +1,129 @@
+"""A clock that a test moves, so that a deadline passes without any time."""
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Condition, Event
+from typing import cast
+
+from pdkv.clock import Clock, Handle
+
+REAL_LIMIT_S = 60.0
+"""So long, by the machine's clock, `until_waiting` waits for threads."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    condition: Condition
+    until: float
+
+
+@dataclass(order=True, slots=True)
+class _Call:
+    at: float
+    number: int
+    call: Callable[[], None] | None = field(compare=False)
+    loop: asyncio.AbstractEventLoop | None = field(compare=False)
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class VirtualClock(Clock):
+    """Stands still until `advance`. Threads that wait by it wake when their event comes or their time is reached."""
+
+    def __init__(self, start: float = 1000.0) -> None:
+        """`start`: seconds that it shows first."""
+        super().__init__()
+        self.now = self._read
+        self._time = start
+        self._waiters: list[_Waiter] = []
+        self._calls: list[_Call] = []
+        self._numbers = count()
+        self._changed = Condition()  # its lock guards all of this
+
+    def _read(self) -> float:
+        return self._time
+
+    def wait(self, event: Event | Condition, until: float | None = None) -> bool:
+        if until is None:
+            return event.wait()
+        if isinstance(event, Condition):
+            return self._wait(event, until)
+        condition = cast(Condition, event._cond)  # type: ignore[attr-defined]
+        with condition:
+            while not event.is_set() and self._time < until:
+                self._wait(condition, until)
+            return event.is_set()
+
+    def call_at(self, at: float, call: Callable[[], None]) -> Handle:
+        """Call `call()` when `advance` reaches `at`: on the event loop that runs now, or where `advance` is called."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        with self._changed:
+            planned = _Call(at, next(self._numbers), call, loop)
+            heapq.heappush(self._calls, planned)
+        return planned
+
+    def advance(self, seconds: float) -> None:
+        """Move on. Planned calls are made in the order of their times, and read them; then waiting threads wake."""
+        with self._changed:
+            end = self._time + seconds
+        while (planned := self._next_call(end)) is not None:
+            if planned.call is not None:
+                _call(planned)
+        with self._changed:
+            self._time = end
+            due = [waiter for waiter in self._waiters if waiter.until <= end]
+        for waiter in due:
+            with waiter.condition:
+                waiter.condition.notify_all()
+
+    def until_waiting(self, num_threads: int = 1) -> None:
+        """Return when so many threads wait with a deadline, so that `advance` finds them there.
+
+        Raises:
+            TimeoutError: they do not within REAL_LIMIT_S of the machine's time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._waiters) >= num_threads, REAL_LIMIT_S):
+                raise TimeoutError(f"{len(self._waiters)} threads wait by this clock, {num_threads} were expected")
+
+    def _wait(self, condition: Condition, until: float) -> bool:
+        """`condition` is held. Lock order: a condition, then `_changed`."""
+        waiter = _Waiter(condition, until)
+        with self._changed:
+            if self._time >= until:
+                return False
+            self._waiters.append(waiter)
+            self._changed.notify_all()
+        try:
+            condition.wait()
+        finally:
+            with self._changed:
+                self._waiters.remove(waiter)
+        return self._time < until
+
+    def _next_call(self, end: float) -> _Call | None:
+        with self._changed:
+            if not self._calls or self._calls[0].at > end:
+                return None
+            planned = heapq.heappop(self._calls)
+            self._time = max(self._time, planned.at)
+            return planned
+
+
+def _call(planned: _Call) -> None:
+    call, loop = cast(Callable[[], None], planned.call), planned.loop
+    try:
+        is_here = loop is None or loop is asyncio.get_running_loop()
+    except RuntimeError:
+        is_here = False
+    if is_here:
+        call()
+    else:
+        cast(asyncio.AbstractEventLoop, loop).call_soon_threadsafe(call)
