@@ -237,7 +237,7 @@ class EngineCore:
         for new in plan.new:
             self.requests[new.key].begins(now)
         self._fail_rejected()
-        self.watch.begin(plan.num_tokens)
+        self.watch.begin(plan.num_tokens, now)
         return plan
 
     def _note_preemption(self, now: float) -> None:
@@ -265,7 +265,7 @@ class EngineCore:
         self._fail_rejected()
         if result.computed:
             self.scheduler.compute_on()
-        self.watch.end()
+        self.watch.end(now)
 
     def settle(self, ended: Ended) -> None:
         """What ended between two steps."""

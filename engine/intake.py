@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 from pdkv.block_keys import root_key
 from pdkv.kernels.block_keys import as_tokens, keys_behind
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import EngineCard, Submit
 
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 4096
 """Shorter prompts are hashed at once: that takes less than the way to the thread and back."""
-
-JOIN_TIMEOUT_S = 5.0
 
 
 class Prepared(NamedTuple):
@@ -69,7 +68,7 @@ class Intake:
         self._under_way = 0
         self._todo: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = ServiceThread(self._run, lambda: self._todo.put(None), "intake")
 
     @property
     def is_empty(self) -> bool:
@@ -82,9 +81,7 @@ class Intake:
         if not self._under_way and not _is_long(message):
             self._arrivals.append(arrival)
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
-            self._thread.start()
+        self._thread.start()
         self._under_way += 1
         self._todo.put(arrival)
 
@@ -102,11 +99,9 @@ class Intake:
 
     def close(self) -> None:
         """End the thread; what it has not done is dropped. Idempotent."""
-        if self._thread is not None:
-            self._todo.put(None)
-            self._thread.join(JOIN_TIMEOUT_S)
+        self._thread.stop()
 
-    def _run(self) -> None:
+    def _run(self, stopping: threading.Event) -> None:
         while (arrival := self._todo.get()) is not None:
             if _is_long(arrival.message):
                 try:

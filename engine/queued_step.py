@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.clock import Clock
 from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.batch import IntArray, PersistentBatch
 from pdkv.engine.device_tokens import DeviceTokens
@@ -125,9 +126,11 @@ def _is(owner: NewRequest | None, request: NewRequest) -> bool:
 class DeviceQueue:
     """What one runner's queued steps share."""
 
-    def __init__(self, max_num_seqs: int, device: torch.device, streams: Streams, timeout_s: float) -> None:
+    def __init__(
+        self, max_num_seqs: int, device: torch.device, streams: Streams, timeout_s: float, clock: Clock
+    ) -> None:
         self.tokens = DeviceTokens(max_num_seqs, device)
-        self._readback = Readback(streams, timeout_s)
+        self._readback = Readback(streams, timeout_s, clock)
 
     def read(
         self, requests: Sequence[NewRequest], rows: DrawRows, tokens: torch.Tensor, logprobs: QueuedLogprobs | None

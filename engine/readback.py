@@ -1,6 +1,5 @@
 """What the host wants of a step: copied to pinned memory behind the step's work, and one event behind the copies."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from pdkv.clock import Clock
 from pdkv.engine.pending import MAX_PENDING
 from pdkv.errors import RankTimeout, TransferTimeout
 from pdkv.kernels.streams import Streams
@@ -52,27 +52,30 @@ class _Slab:
 class Results:
     """Those of one step."""
 
-    def __init__(self, slab: _Slab, copies: Sequence[torch.Tensor], timeout_s: float, num_before: int) -> None:
+    def __init__(
+        self, slab: _Slab, copies: Sequence[torch.Tensor], timeout_s: float, num_before: int, clock: Clock
+    ) -> None:
         """`num_before`: steps that the device has yet to end, each of which may take as long."""
         self.next: Results | None = None  # of the step behind
         self._slab = slab
         self._copies = copies
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s * (num_before + 1)
+        self._clock = clock
+        self._deadline = clock.now() + timeout_s * (num_before + 1)
 
     @property
     def are_there(self) -> bool:
         """Whether `read` would not wait. Raises RankTimeout where they should have been there by now."""
         if self._slab.event.query():
             return True
-        if time.monotonic() > self._deadline:
+        if self._clock.now() > self._deadline:
             raise self._too_late()
         return False
 
     def read(self) -> list[NDArray[Any]]:
         """Wait for them, once; copies in memory of their own. Raises RankTimeout."""
         try:
-            self._slab.event.synchronize(max(0.0, self._deadline - time.monotonic()))
+            self._slab.event.synchronize(max(0.0, self._deadline - self._clock.now()))
         except TransferTimeout:
             raise self._too_late() from None
         arrays = [copy.numpy().copy() for copy in self._copies]
@@ -83,7 +86,7 @@ class Results:
 
     def _begin(self) -> None:
         """The device computes this step now."""
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = self._clock.now() + self._timeout_s
 
     def _too_late(self) -> RankTimeout:
         return RankTimeout(f"the device has not computed a step within {self._timeout_s:g} s")
@@ -94,11 +97,12 @@ class Readback:
     step reads before its end.
     """
 
-    def __init__(self, streams: Streams, timeout_s: float) -> None:
+    def __init__(self, streams: Streams, timeout_s: float, clock: Clock) -> None:
         """`timeout_s`: how long behind its launch, and the end of the step before it, a step may end."""
         self._slabs = deque(_Slab(streams) for _ in range(MAX_PENDING + 1))  # the one that was used longest ago first
         self._slab_within = _Slab(streams)
         self._last: Results | None = None
+        self._clock = clock
         self._timeout_s = timeout_s
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -125,4 +129,4 @@ class Readback:
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         slab.event.record()
-        return Results(slab, copies, self._timeout_s, num_before)
+        return Results(slab, copies, self._timeout_s, num_before, self._clock)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import StepsDone, make_step_done
 from pdkv.engine.attention.backend import Layer, pad
@@ -73,6 +74,7 @@ class ModelRunner:
         decode_sizes: Sequence[int] = (),
         recorder: Recorder | None = None,
         timeout_s: float = 30.0,
+        clock: Clock = MONOTONIC,
     ) -> None:
         """`reports` False: another rank tells the tokens, and their logprobs; this one draws the same for itself.
 
@@ -83,7 +85,7 @@ class ModelRunner:
         `attention_backend`: as in `make_backend`, which raises ConfigError.
         `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
         `recorder`: captures them when the runner warms up.
-        `timeout_s`: how long the device may take for a step, until `set_timeout`.
+        `timeout_s`: how long the device may take for a step, until `set_timeout`, by `clock`.
         """
         self._check_finite = check_finite
         self._reports = reports
@@ -105,7 +107,7 @@ class ModelRunner:
             self._decodes = DecodeSteps(model, self._attention, decode_sizes)
         self._recorder = recorder
         streams = streams_of(model.device)
-        self._queue = None if streams.is_host else DeviceQueue(max_num_seqs, model.device, streams, timeout_s)
+        self._queue = None if streams.is_host else DeviceQueue(max_num_seqs, model.device, streams, timeout_s, clock)
         self._read: Read = read_here if self._queue is None else self._queue.read_now
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors, self._read)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)

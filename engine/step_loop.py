@@ -4,7 +4,6 @@ The loop waits for messages and for the end of a step in one wait, calls `turn`,
 docs/engine-loop.md has the whole picture.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ class StepLoop(ABC):
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
+        self._clock = core.watch.clock
 
     @abstractmethod
     def wake(self) -> None:
@@ -33,7 +33,7 @@ class StepLoop(ABC):
         if self._core.has_work:
             return 0.0
         deadline = self._core.next_deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        return None if deadline is None else max(0.0, deadline - self._clock.now())
 
     @property
     def is_idle(self) -> bool:
@@ -57,9 +57,9 @@ class InTurn(StepLoop):
         self._core.wake()
 
     def turn(self) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         if self._is_step_due(now):
-            self._core.finish_step(self._core.begin_step(now), time.monotonic())
+            self._core.finish_step(self._core.begin_step(now), self._clock.now())
 
 
 class Ahead(StepLoop):
@@ -98,8 +98,8 @@ class Ahead(StepLoop):
         self._core.scheduler.ask_again()
 
     def turn(self) -> None:
-        self.take_in(time.monotonic())
-        while not self.is_full and self._is_step_due(now := time.monotonic()):
+        self.take_in(self._clock.now())
+        while not self.is_full and self._is_step_due(now := self._clock.now()):
             if self.plan(now):
                 return  # what came of it leaves before the next one begins
 
@@ -113,7 +113,7 @@ class Ahead(StepLoop):
         """Whether the executor may be used here: steps may be short, and all that was ordered is done and taken in."""
         if not self._least_s or not self._orders.is_done:
             return False
-        self.take_in(time.monotonic())
+        self.take_in(self._clock.now())
         return self.is_idle
 
     def take_in(self, now: float) -> None:
@@ -136,7 +136,7 @@ class Ahead(StepLoop):
         is_short = self._core.watch.times.predict_s(plan.num_tokens) < self._least_s
         self._most = 1 if is_short else self._max_steps_ahead + 1
         if runs_here and is_short:
-            self._core.finish_step(self._orders.run_here(plan), time.monotonic())
+            self._core.finish_step(self._orders.run_here(plan), self._clock.now())
             return True
         self._orders.submit(plan)
         return False

@@ -20,6 +20,7 @@ from pdkv.engine.executor import Ended, Executor
 from pdkv.engine.pending import MAX_PENDING, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.errors import RankError
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import EngineCard
 
 logger = logging.getLogger(__name__)
@@ -254,16 +255,13 @@ class StepThread:
     def __init__(self, orders: StepQueue) -> None:
         self._orders = orders
         orders.enter_thread()
-        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+        self._thread = ServiceThread(self._run, orders.stop, "steps")
         self._thread.start()
 
     def close(self) -> None:
         """End the thread behind the order that runs now; one that hangs is left behind. Idempotent."""
-        self._orders.stop()
-        self._thread.join(JOIN_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.warning("the step that runs has not ended within %g s: it is left behind", JOIN_TIMEOUT_S)
+        self._thread.stop(JOIN_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def _run(self, stopping: threading.Event) -> None:
         while self._orders.run_next():
             pass

@@ -6,8 +6,9 @@ references, as nearly everything does, is freed as ever.
 
 import asyncio
 import gc
-import time
 from collections.abc import Callable, Mapping
+
+from pdkv.clock import MONOTONIC
 
 PERIOD_S = 10.0
 
@@ -18,7 +19,7 @@ MAX_FROZEN_S = 900.0
 class ShortCollections:
     """Of the process, from `start` to `close`."""
 
-    def __init__(self, count: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, count: Callable[[], tuple[int, int]], clock: Callable[[], float] = MONOTONIC.now) -> None:
         """`count` says how many requests run, and how many have begun since the start."""
         self._count = count
         self._clock = clock

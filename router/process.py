@@ -17,6 +17,7 @@ import uvicorn
 import zmq
 from starlette.types import ASGIApp
 
+from pdkv.clock import MONOTONIC
 from pdkv.config import HttpLimits, RouterConfig
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
@@ -243,14 +244,13 @@ class _Stopping:
             self._task = asyncio.create_task(self._wait())
 
     async def _wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._drain_s
+        deadline = MONOTONIC.now() + self._drain_s
         num_requests = self._drain.num_requests
         if num_requests:
             logger.info("stopping: %d requests still run, at most %g s", num_requests, self._drain_s)
         if not await self._drain.wait_idle(self._drain_s):
             logger.warning("%d requests did not end within %g s and are cut", self._drain.num_requests, self._drain_s)
-        elif num_unsent := await self._room.send_rest(max(deadline - loop.time(), 0.0)):
+        elif num_unsent := await self._room.send_rest(max(deadline - MONOTONIC.now(), 0.0)):
             logger.warning("%d clients did not read their answers within %g s: cut", num_unsent, self._drain_s)
         self.now()
 

@@ -7,9 +7,9 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import RankGone, RankTimeout
 
 _LENGTH = struct.Struct("<Q")
@@ -37,14 +37,14 @@ class RankChannel:
             RankTimeout: the other rank does not read; the stream is broken then.
             RankGone: it went away.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = MONOTONIC.now() + timeout_s
         with self._send_lock:
             for piece in (_LENGTH.pack(len(message)), memoryview(message)):
                 self._send_all(memoryview(piece), deadline)
 
     def receive(self, timeout_s: float | None) -> bytearray:
         """The next message; `timeout_s` None: whenever it comes. Raises as `send` does."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else MONOTONIC.now() + timeout_s
         (size,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size, deadline))
         try:
             return self._receive_exactly(size, deadline)
@@ -61,7 +61,7 @@ class RankChannel:
 
     def receive_fds(self, count: int, timeout_s: float) -> list[int]:
         """What `send_fds` gave. Raises as `send` does."""
-        self._wait(select.POLLIN, time.monotonic() + timeout_s)
+        self._wait(select.POLLIN, MONOTONIC.now() + timeout_s)
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, 1, count)
         except OSError as error:
@@ -106,5 +106,5 @@ class RankChannel:
             poll.register(self._socket, event)
         except ValueError:
             raise RankGone(f"the channel to {self.peer} is closed") from None
-        if not poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
+        if not poll.poll(None if deadline is None else max(0.0, deadline - MONOTONIC.now()) * 1000):
             raise RankTimeout(f"{self.peer} did not answer in time")

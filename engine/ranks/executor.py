@@ -2,12 +2,12 @@
 
 import contextlib
 import socket
-import time
 from collections.abc import Sequence
 
 import msgspec
 import torch
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.base import Stats, WorkerConnector
 from pdkv.connectors.stats import sum_stats
 from pdkv.connectors.transfer.aggregator import TransferAggregator
@@ -60,8 +60,8 @@ class OtherRanks:
 
     def hear(self, timeout_s: float) -> list[Answer]:
         """The next answer of each rank, by rank. Raises RankTimeout and RankGone; RankError where one is broken."""
-        deadline = time.monotonic() + timeout_s
-        return [self._answer_of(channel, max(0.0, deadline - time.monotonic())) for channel in self._channels]
+        deadline = MONOTONIC.now() + timeout_s
+        return [self._answer_of(channel, max(0.0, deadline - MONOTONIC.now())) for channel in self._channels]
 
     def why(self, error: RankError) -> RankError:
         """The reason that a rank gave as its last word, if one did; else `error`, by which its end was seen."""

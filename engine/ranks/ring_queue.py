@@ -11,10 +11,10 @@ import mmap
 import os
 import select
 import struct
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pdkv.clock import MONOTONIC
 from pdkv.engine.ranks.channel import RankChannel
 from pdkv.errors import ConfigError, RankGone, RankTimeout
 
@@ -95,7 +95,7 @@ class RingWriter:
             RankTimeout: a reader is so late that no chunk came free.
             RankGone: a reader went away.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = MONOTONIC.now() + timeout_s
         layout, chunk, memory = self._layout, self._next, self._memory
         self._wait_writable(chunk, deadline)
         overflows = len(message) > layout.chunk_bytes
@@ -111,7 +111,7 @@ class RingWriter:
             os.eventfd_write(unread, 1)
         if overflows:
             for channel in self._readers:
-                channel.send(message, max(0.0, deadline - time.monotonic()))
+                channel.send(message, max(0.0, deadline - MONOTONIC.now()))
 
     def _wait_writable(self, chunk: int, deadline: float) -> None:
         while (late := self._late_readers(chunk)) is not None:
@@ -119,7 +119,7 @@ class RingWriter:
             poll.register(self._freed, select.POLLIN)
             for reader in late:
                 poll.register(self._readers[reader], select.POLLRDHUP)
-            events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            events = poll.poll(max(0.0, deadline - MONOTONIC.now()) * 1000)
             names = ", ".join(self._readers[reader].peer for reader in late)
             if not events:
                 raise RankTimeout(f"{names} did not read in time: the ring is full")
@@ -176,7 +176,7 @@ class RingReader:
             RankTimeout: none came in time.
             RankGone: the writer went away, and all of its messages were read.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else MONOTONIC.now() + timeout_s
         self._take_unread(timeout_s)
         layout, chunk, memory = self._layout, self._next, self._memory
         size, overflows, written = _HEAD.unpack_from(memory, layout.head(chunk))
@@ -184,7 +184,7 @@ class RingReader:
         assert not memory[layout.read_flag(chunk, self._index)], chunk
         message: bytes | bytearray
         if overflows:
-            message = self._channel.receive(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            message = self._channel.receive(None if deadline is None else max(0.0, deadline - MONOTONIC.now()))
         else:
             data = layout.data(chunk)
             message = memory[data : data + size]

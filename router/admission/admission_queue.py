@@ -8,13 +8,13 @@ closes it.
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC
 from pdkv.config import AdmissionConfig
 from pdkv.errors import Draining, PdkvError, RequestAborted, RequestTimeout, TooManyRequests
 from pdkv.router.admission.fair_queue import FairQueue, Turns, Waiting
@@ -68,7 +68,7 @@ class Admission:
         dispatcher: "Dispatcher",
         config: AdmissionConfig | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = MONOTONIC.now,
     ) -> None:
         self.config = config or AdmissionConfig()
         self.anonymous = Tenant(ANONYMOUS, Grant(best_priority=self.config.best_priority), clock)

@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import stat
-import time
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import ConfigError, Unauthorized
 from pdkv.options import parse_size
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
@@ -100,7 +100,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class KeyRing:
     """The keys of one file, and the tenants that they stand for."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = MONOTONIC.now) -> None:
         """Raises ConfigError for a file that cannot be read, or has something wrong in it."""
         self._path = path
         self._clock = clock

@@ -3,10 +3,10 @@
 What waits, waits in the router's queue, where it can still be put in order, told a time to come back, or given up.
 """
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from pdkv.clock import MONOTONIC
 from pdkv.router.engines.fleet import EngineState, Fleet
 from pdkv.router.routing.policies import Side
 from pdkv.wire.messages import EngineCard
@@ -36,7 +36,7 @@ class _Places:
 class Capacity:
     """What all generations of one router hold together, against what the fleet can hold."""
 
-    def __init__(self, fleet: Fleet, *, take_over: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: Fleet, *, take_over: bool = False, clock: Callable[[], float] = MONOTONIC.now) -> None:
         """`take_over`: engines of one role do the other's work where that has none."""
         self._fleet = fleet
         self._take_over = take_over

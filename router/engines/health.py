@@ -31,7 +31,7 @@ MUTE_TICKS = 10
 class ProbeResult(NamedTuple):
     """How the last probe of an engine ended."""
 
-    at: float  # time.monotonic
+    at: float  # of the dispatcher's clock
     seconds: float
     fault: str = ""  # empty: it went well
 

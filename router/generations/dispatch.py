@@ -7,13 +7,13 @@ import asyncio
 import logging
 import random
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pdkv.clock import MONOTONIC
 from pdkv.config import HealthConfig, RecoveryConfig, ReuseConfig
 from pdkv.errors import EngineGivenUp, EngineUnavailable, NoEngine
 from pdkv.router.admission.capacity import Capacity
@@ -59,7 +59,7 @@ class Dispatcher(Listener):
         identity: str = "",
         health: HealthConfig = NO_PROBES,
         reuse: ReuseConfig | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = MONOTONIC.now,
         rng: random.Random | None = None,
     ) -> None:
         """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is taken.

@@ -7,12 +7,12 @@ reply, a header other than the client's ids, or a query string.
 import json
 import logging
 import re
-import time
 from collections.abc import Awaitable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdkv.clock import MONOTONIC
 from pdkv.limits import clip
 from pdkv.log_fields import LogFields, printable
 from pdkv.router.admission.tenants import TENANT
@@ -104,7 +104,7 @@ class AccessLogged:
             await self._app(scope, receive, send)
             return
         status = 0
-        began = time.perf_counter()
+        began = MONOTONIC.now()
 
         def watched(message: Message) -> Awaitable[None]:  # no coroutine of its own: it is called for every token
             nonlocal status
@@ -121,6 +121,6 @@ class AccessLogged:
             status = status or CLIENT_GONE
             if _WRITTEN not in scope and (status >= 400 or scope["path"] not in QUIET_PATHS):
                 outcome = "ok" if status < 400 else "refused" if status < 500 else "failed"
-                duration_s = time.perf_counter() - began
+                duration_s = MONOTONIC.now() - began
                 fields: dict[str, Any] = {"key": key_name(scope)}
                 log_access(scope, AccessLine(scope, status=status, outcome=outcome, duration_s=duration_s, **fields))

@@ -1,13 +1,13 @@
 """POST /admin/cache/…: what engines and tiers hold of a prompt, and what shall go, stay, or be elsewhere."""
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
 from pdkv.block_keys import extend_keys, root_key
+from pdkv.clock import MONOTONIC
 from pdkv.errors import EngineUnavailable, InvalidRequest, RequestFailed, RequestTimeout, StoreFull, StoreUnable
 from pdkv.errors import TransferTimeout as LateTier
 from pdkv.limits import check_cache_salt, clip
@@ -143,9 +143,9 @@ class CachePages:
         """
         if order.action != "move":
             return await self._dispatcher.cache_orders.ask(names, order)
-        if time.monotonic() < self._next_move_at:
+        if MONOTONIC.now() < self._next_move_at:
             raise InvalidRequest("a move is under way: one at a time was expected", status=409)
-        self._next_move_at = time.monotonic() + order.timeout_s + MOVE_GRACE_S
+        self._next_move_at = MONOTONIC.now() + order.timeout_s + MOVE_GRACE_S
         answers = await self._dispatcher.cache_orders.ask(names, order)
         if not any(tier.code == LateTier.code for answer in answers.values() for tier in answer.tiers):
             self._next_move_at = 0.0

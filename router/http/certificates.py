@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
 
+from pdkv.clock import unix_time
 from pdkv.config import TlsConfig
 from pdkv.errors import ConfigError
 from pdkv.log_limit import LogLimit
@@ -90,7 +91,7 @@ def load_context(config: TlsConfig) -> ssl.SSLContext:
 
 def _warn_of_dates(config: TlsConfig) -> None:
     assert config.ssl_certfile is not None
-    if text := date_problem(config.ssl_certfile, datetime.now(UTC)):
+    if text := date_problem(config.ssl_certfile, datetime.fromtimestamp(unix_time(), UTC)):
         logger.warning("--ssl-certfile: %s", text)
 
 

@@ -68,7 +68,7 @@ class Choice:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.last_token_at = 0.0
-        """When the last tokens came from the engines, on time.perf_counter; 0 before the first."""
+        """When the last tokens came from the engines, of the process's clock; 0 before the first."""
         self._encoded_prompt_logprobs: PromptLogprobs | None = None
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._keys: PromptKeys = PromptKeys() if sibling is None else sibling._keys

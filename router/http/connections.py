@@ -2,9 +2,9 @@
 
 import logging
 import os
-import time
 from typing import Protocol
 
+from pdkv.clock import MONOTONIC
 from pdkv.router.generations.changes import Changes
 
 logger = logging.getLogger(__name__)
@@ -92,12 +92,12 @@ class Connections:
 
     def idle(self, connection: Connection) -> None:
         """It waits for a request."""
-        self._idle.setdefault(connection, time.monotonic())
+        self._idle.setdefault(connection, MONOTONIC.now())
 
     def receiving(self, connection: Connection) -> None:
         """Its next request has begun, and a body may follow."""
         self.leave(connection)
-        self._receiving[connection] = time.monotonic()
+        self._receiving[connection] = MONOTONIC.now()
 
     def ending(self, connection: Connection) -> None:
         """It has its last answer, and is open only to be read; may evict the one that has been so for longest."""
@@ -117,7 +117,7 @@ class Connections:
 def _older(since: dict[Connection, float], age_s: float) -> Connection | None:
     """The first of what is oldest first, where it is that old."""
     oldest = next(iter(since), None)
-    return None if oldest is None or time.monotonic() - since[oldest] < age_s else oldest
+    return None if oldest is None or MONOTONIC.now() - since[oldest] < age_s else oldest
 
 
 def connection_limit(asked: int, open_files_limit: int, num_engines: int) -> int:

@@ -1,7 +1,8 @@
 """The time that one request has."""
 
 import math
-from time import monotonic
+
+from pdkv.clock import MONOTONIC
 
 
 class Deadline:
@@ -16,18 +17,18 @@ class Deadline:
         self.stall_timeout_s = stall_timeout_s
         self.timeout_s = min(timeout_s, stall_timeout_s)
         """What there was at the beginning, until the request is ready for the engines."""
-        now = monotonic()
+        now = MONOTONIC.now()
         self._begins_by = now + self.timeout_s
         self._ends = now + timeout_s
 
     @property
     def left_s(self) -> float:
         """Seconds until the request must be ready for the engines; 0 when they have passed."""
-        return max(self._begins_by - monotonic(), 0.0)
+        return max(self._begins_by - MONOTONIC.now(), 0.0)
 
     @property
     def whole_left_s(self) -> float:
         """Seconds until its last token must be there; 0 when they have passed, infinite if it may take as long as it
         gets on.
         """
-        return max(self._ends - monotonic(), 0.0)
+        return max(self._ends - MONOTONIC.now(), 0.0)

@@ -2,12 +2,12 @@
 
 import math
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.types import Send
 
+from pdkv.clock import unix_time
 from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.log_fields import RequestName
 from pdkv.router.http.fanout import Fanout
@@ -40,7 +40,7 @@ class Exchange:
         """Else the connection ends with the response: what is still to come is no next request."""
         self.reply_id = secrets.token_hex(12)
         self.request_id = label if label and _is_plain(label) else self.reply_id
-        self.created = int(time.time())
+        self.created = int(unix_time())
 
     @property
     def name(self) -> RequestName:

@@ -3,10 +3,10 @@
 import asyncio
 import functools
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import RequestAborted, RequestFailed
 from pdkv.router.generations.request import Delta
 from pdkv.router.http.choice import Choice, ChoiceDelta, TokenCounts
@@ -240,7 +240,7 @@ class Fanout:
             else:
                 self._metrics.first_token(at)
             choice.last_token_at = at
-        if arrivals and (waited_s := time.perf_counter() - arrivals[0]) > STALL_S:
+        if arrivals and (waited_s := MONOTONIC.now() - arrivals[0]) > STALL_S:
             self._metrics.client_stall(waited_s)
         shown = choice.push(delta)
         self._visit.came(len(shown.token_ids))

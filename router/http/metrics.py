@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
+from pdkv.clock import MONOTONIC
 from pdkv.router.generations.timeline import PHASE_S, SHORT_S
 from pdkv.router.http.engine_metrics import engine_metrics
 from pdkv.router.http.exposition import Exposed, Scraped, counter, counters, families, gauge, totals
@@ -211,12 +211,12 @@ class _Only(NamedTuple):
 
 
 class RequestMetrics:
-    """The lifetime events of one request: latencies are differences of two of them, on time.perf_counter."""
+    """The lifetime events of one request: latencies are differences of two of them, of the process's clock."""
 
     def __init__(self, metrics: Metrics, endpoint: Endpoint) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
-        self.began = time.perf_counter()
+        self.began = MONOTONIC.now()
         self.prepared_at = self.dispatched_at = self.first_token_at = self.ended_at = 0.0
         self._num_choices = self._num_ended = 0
         self.inter_token = metrics.inter_token.observe
@@ -236,18 +236,18 @@ class RequestMetrics:
     @property
     def duration_s(self) -> float:
         """From its beginning to its end, or to now."""
-        return (self.ended_at or time.perf_counter()) - self.began
+        return (self.ended_at or MONOTONIC.now()) - self.began
 
     def prepared(self, num_choices: int) -> None:
         """It is read, checked and tokenized."""
         self._num_choices = num_choices
-        self.prepared_at = time.perf_counter()
+        self.prepared_at = MONOTONIC.now()
         self._metrics.preparing.observe(self.prepared_at - self.began)
 
     def dispatched(self) -> None:
         """A choice was given to engines; the first one counts."""
         if not self.dispatched_at:
-            self.dispatched_at = time.perf_counter()
+            self.dispatched_at = MONOTONIC.now()
             self._metrics.scheduling.observe(self.dispatched_at - self.prepared_at)
 
     def first_token(self, now: float) -> None:
@@ -272,12 +272,12 @@ class RequestMetrics:
         metrics.num_choices.observe(n)
         tokens_each = num_completion_tokens / max(self._num_choices, 1)
         if self.first_token_at and tokens_each > 1:
-            metrics.token_time.observe((time.perf_counter() - self.first_token_at) / (tokens_each - 1))
+            metrics.token_time.observe((MONOTONIC.now() - self.first_token_at) / (tokens_each - 1))
 
     def ended(self, outcome: str) -> None:
         """The request is over: "ok", "disconnected" or an error's code."""
         metrics = self._metrics
-        self.ended_at = time.perf_counter()
+        self.ended_at = MONOTONIC.now()
         metrics.in_flight -= 1
         assert metrics.in_flight >= 0, "more requests ended than began"
         metrics.duration.observe(self.duration_s)

@@ -1,7 +1,6 @@
 """What the router says of itself: the model, its health, its figures, its engines, its API."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv import __version__
+from pdkv.clock import unix_time
 from pdkv.errors import Draining
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.metrics import Metrics
@@ -34,7 +34,7 @@ class StatusPages:
         self._model = model
         self._metrics = metrics
         self._drain = drain
-        self._created = int(time.time())
+        self._created = int(unix_time())
 
     def routes(self) -> list[Route]:
         """All of them."""

@@ -13,17 +13,17 @@ import time
 from collections import Counter
 from types import FrameType
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.log_limit import LogLimit
 from pdkv.router.generations.timeline import SHORT_S
 from pdkv.router.observability.histogram import Histogram
+from pdkv.service_thread import ServiceThread
 
 MAX_PLACES = 64
 """Different names that are counted apart."""
 
 _LOOP_MODULES = {"asyncio.runners", "asyncio.base_events", "asyncio.events", "selectors"}
 """Whose frames are the loop's own; uvloop has none above asyncio.Runner's."""
-
-_JOIN_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class LoopWatchdog:
     "waiting": a callback waited for something else than the loop, or nobody here got a processor.
     """
 
-    def __init__(self, threshold_s: float) -> None:
+    def __init__(self, threshold_s: float, clock: Clock = MONOTONIC) -> None:
         self.threshold_s = threshold_s
         self.stalls: Counter[tuple[str, str]] = Counter()
         self.lag = Histogram(SHORT_S)
@@ -46,8 +46,8 @@ class LoopWatchdog:
         self._cpu = self._process_cpu = 0.0
         self._samples: list[tuple[str, object]] = []  # since the last beat: place, and the callback's frame
         self._loop_thread = 0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._clock = clock
+        self._thread = ServiceThread(self._watch, lambda: None, "pdkv-loop-watchdog")
         self._handle: asyncio.TimerHandle | None = None
         self._log_limit = LogLimit()
 
@@ -56,26 +56,22 @@ class LoopWatchdog:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._beat_again()
-        self._thread = threading.Thread(target=self._watch, name="pdkv-loop-watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
-        self._stop.set()
         if self._handle is not None:
             self._handle.cancel()
-        if self._thread is not None:
-            self._thread.join(_JOIN_S)
-            self._thread = None
+        self._thread.stop()
 
     def _beat_again(self) -> None:
         self._samples.clear()
         self._cpu, self._process_cpu = time.thread_time(), time.process_time()
-        self._due = time.monotonic() + self._period_s
+        self._due = self._clock.now() + self._period_s
         self._handle = self._loop.call_later(self._period_s, self._beat)
 
     def _beat(self) -> None:
-        late_s = time.monotonic() - self._due
+        late_s = self._clock.now() - self._due
         self.lag.observe(max(late_s, 0.0))
         if late_s >= self.threshold_s:
             cpu_s = time.thread_time() - self._cpu
@@ -103,13 +99,13 @@ class LoopWatchdog:
 
     def _other_place(self) -> str:
         """Where a thread is that is neither the loop's nor this watchdog's."""
-        own = (self._loop_thread, self._thread.ident if self._thread is not None else None)
+        own = (self._loop_thread, self._thread.ident)
         places = (_own_place(frame) for ident, frame in sys._current_frames().items() if ident not in own)
         return next(filter(None, places), "unknown")
 
-    def _watch(self) -> None:
-        while not self._stop.wait(self._period_s):
-            if time.monotonic() - self._due > self._period_s:
+    def _watch(self, stopping: threading.Event) -> None:
+        while not self._clock.wait(stopping, self._clock.now() + self._period_s):
+            if self._clock.now() - self._due > self._period_s:
                 frame = sys._current_frames().get(self._loop_thread)
                 sample = _place_of(frame) if frame is not None else None
                 if sample is not None:

@@ -9,10 +9,10 @@ import importlib.util
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from pdkv.clock import MONOTONIC, unix_time_ns
 from pdkv.errors import ConfigError
 from pdkv.log_limit import LogLimit
 from pdkv.router.generations.generation import Generation
@@ -43,7 +43,7 @@ Attributes = Mapping[str, str | bool | int | float]
 
 
 class Served(NamedTuple):
-    """What a request's spans say of it. All times are CLOCK_MONOTONIC's: time.perf_counter and time.monotonic."""
+    """What a request's spans say of it. All times are CLOCK_MONOTONIC's: the clock of pdkv.clock."""
 
     began: float
     dispatched: float  # 0: it was not
@@ -98,7 +98,7 @@ class Tracer:
             flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if parent.sampled else trace.TraceFlags.DEFAULT)
             remote = trace.SpanContext(int(parent.trace_id, 16), int(parent.parent_id, 16), True, flags)
             context = trace.set_span_in_context(trace.NonRecordingSpan(remote))
-        start = time.time_ns() - time.perf_counter_ns() + int(began * 1e9)
+        start = unix_time_ns() - int(MONOTONIC.now() * 1e9) + int(began * 1e9)
         kind = trace.SpanKind.SERVER
         span: Span = self._tracer.start_span("pdkv.request", context, kind=kind, start_time=start)
         return span
@@ -134,7 +134,7 @@ class Tracer:
             "pdkv.choice": generation.flow.request.choice,
             "pdkv.generation_id": generation.request_id,
         }
-        ended = timeline.ended if timeline.ended is not None else time.monotonic()
+        ended = timeline.ended if timeline.ended is not None else MONOTONIC.now()
         for leg in timeline.legs:
             for name, start, stop in _phases(leg, timeline.first_token, ended):
                 self._child(name, context, offset, start, stop, choice | _leg_attributes(leg))

@@ -43,6 +43,15 @@ class Clock:
         """Block for so long; for pauses that no event can end."""
         self.wait(Event(), self.now() + seconds)
 
+    async def pause(self, seconds: float) -> None:
+        """`sleep` for a task of the running event loop."""
+        over = asyncio.Event()
+        handle = self.call_at(self.now() + seconds, over.set)
+        try:
+            await over.wait()
+        finally:
+            handle.cancel()
+
     def call_at(self, at: float, call: Callable[[], None]) -> Handle:
         """Call `call()` on the running event loop when the clock shows `at`."""
         loop = asyncio.get_running_loop()

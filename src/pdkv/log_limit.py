@@ -1,7 +1,8 @@
 """At most one log line in a while: what peers do wrong must not fill a disk."""
 
-import time
 from math import inf
+
+from pdkv.clock import MONOTONIC
 
 
 class LogLimit:
@@ -13,7 +14,7 @@ class LogLimit:
 
     def passes(self, now: float | None = None) -> bool:
         """Whether a line may be logged now, which counts as one. `now`: None is the monotonic clock's."""
-        now = time.monotonic() if now is None else now
+        now = MONOTONIC.now() if now is None else now
         if now < self._next:
             return False
         self._next = now + self._interval_s

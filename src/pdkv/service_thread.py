@@ -34,6 +34,11 @@ class ServiceThread:
         return self._thread.name
 
     @property
+    def ident(self) -> int | None:
+        """The thread's number in the interpreter; None: it has not begun."""
+        return self._thread.ident
+
+    @property
     def is_alive(self) -> bool:
         """Whether it was started and has not ended."""
         return self._thread.is_alive()

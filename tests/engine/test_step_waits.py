@@ -14,7 +14,6 @@ from tape import TapeRecorder
 from twin_device import TwinDevice
 
 from pdkv.connectors.base import TransferOutcome, TransferResults
-from pdkv.engine import readback
 from pdkv.engine.attention import select
 from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.engine.pending import PendingStep
@@ -24,6 +23,7 @@ from pdkv.engine.sampling import logprobs, sampler
 from pdkv.errors import RankTimeout
 from pdkv.kernels import streams
 from pdkv.logits_processors import ModelInfo, ProcessorSet
+from pdkv.testing import VirtualClock
 from pdkv.wire.messages import KVLayout
 
 MAX_LEN, NUM_BLOCKS = 128, 24
@@ -237,37 +237,35 @@ def test_a_device_that_hangs_is_an_error_with_a_type(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(readback, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
+def clock() -> VirtualClock:
+    return VirtualClock(0.0)
 
 
 @pytest.fixture
-def two_steps(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> list[PendingStep]:
+def two_steps(monkeypatch: pytest.MonkeyPatch, clock: VirtualClock) -> list[PendingStep]:
     """Launched at 0, one behind the other; each may take 10 s."""
     monkeypatch.setattr(streams, "HOST", TwinDevice())
-    runner = chain_runner(timeout_s=10.0)
+    runner = chain_runner(timeout_s=10.0, clock=clock)
     requests = [new(name, [3, 4], 4 * i) for i, name in enumerate("ab")]
     return [runner.launch(StepPlan(i, [r], [share(r.key[0], 0, 2)], [])) for i, r in enumerate(requests)]
 
 
-def test_a_step_has_as_long_as_each_one_before_it(two_steps: list[PendingStep], clock: SimpleNamespace) -> None:
-    clock.now = 19.0
+def test_a_step_has_as_long_as_each_one_before_it(two_steps: list[PendingStep], clock: VirtualClock) -> None:
+    clock.advance(19.0 - clock.now())
     assert not two_steps[1].is_done
     with pytest.raises(RankTimeout, match="within 10 s"):
         _ = two_steps[0].is_done
-    clock.now = 21.0
+    clock.advance(21.0 - clock.now())
     with pytest.raises(RankTimeout, match="within 10 s"):
         _ = two_steps[1].is_done
 
 
-def test_its_time_begins_with_the_end_of_the_one_before(two_steps: list[PendingStep], clock: SimpleNamespace) -> None:
-    clock.now = 2.0
+def test_its_time_begins_with_the_end_of_the_one_before(two_steps: list[PendingStep], clock: VirtualClock) -> None:
+    clock.advance(2.0 - clock.now())
     two_steps[0].finish()
-    clock.now = 11.0
+    clock.advance(11.0 - clock.now())
     assert not two_steps[1].is_done
-    clock.now = 13.0
+    clock.advance(13.0 - clock.now())
     with pytest.raises(RankTimeout, match="within 10 s"):
         _ = two_steps[1].is_done
 

@@ -11,8 +11,12 @@ FOLDERS = (
     "src/pdkv", "router", "engine", "connectors", "kv_store", "grammar", "kernels", "models", "prefill", "decode"
 )  # fmt: skip
 CLOCKS = ("src/pdkv/clock.py",)
-NOT_YET = tuple(FOLDERS)
+NOT_YET = ("connectors", "kv_store", "grammar", "kernels", "models", "src/pdkv/connector_kit")
 """Folders that still read clocks of their own."""
+
+ALLOWED = {
+    "router/http/request_body.py": "loop.time",  # asyncio.timeout counts by its loop's clock
+}
 
 READS = {
     *(f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "time") for unit in ("", "_ns")),
@@ -66,7 +70,8 @@ FILES = [
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_file_has_a_clock_of_its_own(path: Path) -> None:
-    assert not list(bare_clocks(path.read_text()))
+    allowed = ALLOWED.get(path.relative_to(ROOT).as_posix())
+    assert not [(line, name) for line, name in bare_clocks(path.read_text()) if name != allowed]
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,10 @@
 
 import pytest
 
-from pdkv.wire import step_watch
+from pdkv.testing import VirtualClock
 from pdkv.wire.heartbeat import BEAT_S, next_beat
 from pdkv.wire.messages import Beat
 from pdkv.wire.step_watch import FIRST_STEP_S, LATE_S, OTHER_WORK_S, StepTimes, StepWatch, late_after_s
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(step_watch.time, "monotonic", lambda: self.now)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
 
 
 def test_a_first_step_may_take_long_and_a_known_one_half_a_second_or_five_times_as_long() -> None:
@@ -50,34 +39,33 @@ def test_a_new_size_is_expected_to_take_as_the_next_smaller_in_proportion_but_no
     assert times.predict_s(1 << 60) == FIRST_STEP_S, "a size beyond all is the largest"
 
 
-def test_the_loop_is_at_its_oldest_step_and_else_at_other_work(clock: Clock) -> None:
-    watch = StepWatch()
+def test_the_loop_is_at_its_oldest_step_and_else_at_other_work() -> None:
+    clock = VirtualClock(100.0)
+    watch = StepWatch(clock)
     assert watch.oldest is None
     watch.wake()
     assert watch.oldest == (100.0, OTHER_WORK_S)
     watch.times.note(8, 0.25)
-    watch.begin(8)
-    clock.now = 100.1
-    watch.begin(8)  # one step ahead
+    watch.begin(8, 100.0)
+    watch.begin(8, 100.1)  # one step ahead
     watch.rest()
     assert watch.oldest == (100.0, 0.25)
-    clock.now = 100.25
-    watch.end()
+    watch.end(100.25)
     assert watch.oldest == (100.25, 0.25), "the second one has run since the first one's end"
-    clock.now = 100.5
-    watch.end()
+    watch.end(100.5)
     assert watch.oldest is None
     assert watch.times.predict_s(8) == 0.25
-    watch.end()
+    watch.end(100.5)
+    clock.advance(0.5)
     watch.wake()
     assert watch.oldest == (100.5, OTHER_WORK_S)
 
 
-def test_a_beat_comes_at_the_moment_at_which_a_step_is_late(clock: Clock) -> None:
+def test_a_beat_comes_at_the_moment_at_which_a_step_is_late() -> None:
     watch = StepWatch()
     assert next_beat(watch, "e", 100.0) == (Beat("e", 0.0), BEAT_S)
     watch.times.note(8, 0.25)  # late after 1.25 s
-    watch.begin(8)
+    watch.begin(8, 100.0)
     assert next_beat(watch, "e", 100.5) == (Beat("e", 0.5, 0.25), BEAT_S)
     beat, wait_s = next_beat(watch, "e", 101.125)
     assert beat == Beat("e", 1.125, 0.25)

@@ -1,12 +1,12 @@
 """Replies of POST /v1/responses: the typed events of a stream, or the response whole."""
 
 import functools
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
+from pdkv.clock import unix_time
 from pdkv.errors import PdkvError, TooManyRequests
 from pdkv.parsers.parts import Part, joined
 from pdkv.router.http.ascii_json import ascii_json
@@ -110,7 +110,7 @@ def _ended(asked: Asked, items: OutputItems, finish_reason: str | None, counts: 
         return _response(
             asked, "incomplete", items.output, incomplete_details={"reason": "max_output_tokens"}, **fields
         )
-    return _response(asked, "completed", items.output, completed_at=int(time.time()), **fields)
+    return _response(asked, "completed", items.output, completed_at=int(unix_time()), **fields)
 
 
 def _response(asked: Asked, status: str, output: Iterable[dict[str, Any]], **fields: Any) -> msgspec.Raw:

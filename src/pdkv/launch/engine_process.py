@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -16,6 +15,7 @@ from typing import cast
 import torch
 
 from pdkv.build_engine import RankPlace, build_engine, run_rank
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.base import KVConnector
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.core import EngineCore
@@ -283,7 +283,7 @@ def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: In
     server.poll(steps.wait_s(), notifier.fd)
     if notifier.drain():
         steps.wake()
-    now = time.monotonic()
+    now = MONOTONIC.now()
     for router_id, message in server.receive():
         intake.put(router_id, message)
     for router_id, message, prepared in intake.take():
@@ -297,7 +297,7 @@ def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: In
     if intake.is_empty:
         server.acknowledge()
     steps.turn()
-    for router_id, outgoing in core.take_messages(time.monotonic()):
+    for router_id, outgoing in core.take_messages(MONOTONIC.now()):
         server.send(router_id, outgoing)
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import spin_rounds
@@ -167,14 +168,13 @@ class FleetControl:
         Raises:
             ConfigError: it does not have it within --start-timeout-s.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.deployment.launch.start_timeout_s
+        deadline = MONOTONIC.now() + self.deployment.launch.start_timeout_s
         while True:
             pid = self.supervisor.pid_of(name) or _NOBODY
-            engine = await self.router.wait_ready(name, pid, min(max(deadline - loop.time(), 0.0), _LOOK_AGAIN_S))
+            engine = await self.router.wait_ready(name, pid, min(max(deadline - MONOTONIC.now(), 0.0), _LOOK_AGAIN_S))
             if engine["state"] == "ready" and engine["pid"] == pid:
                 return
-            if loop.time() >= deadline:
+            if MONOTONIC.now() >= deadline:
                 raise ConfigError(f"the router does not take {name}: {engine['reason'] or engine['state']}")
 
     def _by_kind(self, engines: Sequence[Mapping[str, Any]]) -> dict[Kind, list[str]]:

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import PdkvError
 from pdkv.launch.children import Child
 
@@ -30,7 +30,7 @@ class Care(NamedTuple):
     kill: Callable[[Collection[Child]], Awaitable[None]]
     why: Callable[[int], str]  # an exit status in words
     on_ready: Callable[[str, float], None]  # name, seconds since it was wanted or its predecessor ended
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = MONOTONIC.now
 
 
 class Keeper:

@@ -6,11 +6,11 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
@@ -273,13 +273,13 @@ def _url(listener: socket.socket, scheme: str) -> str:
 def _reap_rest(timeout_s: float) -> None:
     """Wait until no child is left: an engine whose fork was under way at the stop is known to nobody else."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    deadline = time.monotonic() + timeout_s
+    deadline = MONOTONIC.now() + timeout_s
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
         except ChildProcessError:
             return
-        remaining = deadline - time.monotonic()
+        remaining = deadline - MONOTONIC.now()
         if ended is None and (remaining <= 0 or signal.sigtimedwait({signal.SIGCHLD}, remaining) is None):
             logger.warning("a child process did not end within %g s", timeout_s)
             return

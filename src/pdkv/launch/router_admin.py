@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.run_dir import ADMIN_SOCKET
 from pdkv.limits import clip
@@ -94,16 +95,15 @@ class RouterAdmin:
             StartupError: there was none within a bound, it has a defect, or says what is no answer.
         """
         pause_s = _FIRST_PAUSE_S
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + (wait_s or 0.0)
+        deadline = MONOTONIC.now() + (wait_s or 0.0)
         try:
-            async with asyncio.timeout_at(deadline + busy_s + self._patience_s):
+            async with asyncio.timeout((wait_s or 0.0) + busy_s + self._patience_s):
                 while True:
-                    wait = f"&wait_s={max(deadline - loop.time(), 0.0):g}" if wait_s is not None else ""
+                    wait = f"&wait_s={max(deadline - MONOTONIC.now(), 0.0):g}" if wait_s is not None else ""
                     try:
                         return _checked(*await self._ask(method, path + wait, body))
                     except (OSError, EOFError):  # nobody listens, or it died before it had answered
-                        await asyncio.sleep(pause_s)
+                        await MONOTONIC.pause(pause_s)
                         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         except TimeoutError:
             raise StartupError(f"the router does not answer at {self._path}") from None

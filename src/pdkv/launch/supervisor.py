@@ -6,13 +6,13 @@ import dataclasses
 import logging
 import secrets
 import signal
-import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import ConfigError, DiedEarly, IncompatiblePeers, OtherRankGone, StartupError
 from pdkv.launch.children import (
     AckSocket,
@@ -60,7 +60,7 @@ class Supervisor:
         listen_fd: int,
         lifeline_fd: int,
         on_ready: Callable[[str, float], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = MONOTONIC.now,
     ) -> None:
         """`lifeline_fd`: the reading end that children inherit.
 
@@ -341,9 +341,9 @@ class Supervisor:
 async def _own_failure(starts: Sequence["asyncio.Future[Child]"]) -> Exception | None:
     """Of ranks that start: what failed in one of them itself, as far as they say so soon."""
     pending = set(starts)
-    deadline = time.monotonic() + _OTHER_RANKS_S
+    deadline = MONOTONIC.now() + _OTHER_RANKS_S
     while pending:
-        timeout_s = max(deadline - time.monotonic(), 0.0)
+        timeout_s = max(deadline - MONOTONIC.now(), 0.0)
         done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for start in done:
             failure = start.exception()

@@ -4,7 +4,6 @@ import logging
 import os
 import queue
 import secrets
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.build_engine import build_engine
+from pdkv.clock import MONOTONIC
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.step_loop import make_step_loop
@@ -59,7 +59,7 @@ class LocalEngine:
     def send(self, message: RouterToEngine) -> None:
         """Say something to the engine; what it cannot stand comes back as a Failed. Raises what a rank raised."""
         with self._while_usable():
-            self.core.handle_guarded(_ROUTER_ID, message, time.monotonic())
+            self.core.handle_guarded(_ROUTER_ID, message, MONOTONIC.now())
 
     def step(self) -> list[EngineToRouter]:
         """Wait for something to do, and do it. Returns what the engine says; raises what makes it unusable."""
@@ -68,7 +68,7 @@ class LocalEngine:
             if self._wait():
                 self._steps.wake()
             self._steps.turn()
-            return [message for _, messages in self.core.take_messages(time.monotonic()) for message in messages]
+            return [message for _, messages in self.core.take_messages(MONOTONIC.now()) for message in messages]
 
     @contextmanager
     def _while_usable(self) -> Iterator[None]:
@@ -95,9 +95,9 @@ class LocalEngine:
 
     def settle(self) -> None:
         """Wait for saves, at most SAVE_TIMEOUT_S. Only while no request is in flight."""
-        deadline = time.monotonic() + SAVE_TIMEOUT_S
+        deadline = MONOTONIC.now() + SAVE_TIMEOUT_S
         while self.core.has_work or not (self.core.external.is_idle and self._steps.is_idle):
-            if time.monotonic() >= deadline:
+            if MONOTONIC.now() >= deadline:
                 logger.warning("the connector's saves have not ended within %g s", SAVE_TIMEOUT_S)
                 return
             self.step()

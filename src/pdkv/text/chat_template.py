@@ -13,6 +13,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from pdkv.clock import unix_time
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.text.turns import Messages, as_turns, find_forms
 
@@ -60,7 +61,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, Any],
         *,
         for_tools: bool = False,
-        now: Callable[[], datetime] = datetime.now,
+        now: Callable[[], datetime] = lambda: datetime.fromtimestamp(unix_time()),
     ) -> None:
         """Compile `source`.
 

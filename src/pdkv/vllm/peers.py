@@ -2,11 +2,11 @@
 
 import contextlib
 import os
-import time
 from pathlib import Path
 
 import msgspec
 
+from pdkv.clock import unix_time
 from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.vllm.staging import PeerChange
@@ -54,7 +54,7 @@ class CardDirectory:
         try:
             directory.reopen_if_removed()
             changed_ns = os.fstat(directory.fd).st_mtime_ns
-            if changed_ns == self._seen_ns and time.time() - changed_ns / 1e9 > _UNSETTLED_S:
+            if changed_ns == self._seen_ns and unix_time() - changed_ns / 1e9 > _UNSETTLED_S:
                 return None
             with directory.entries() as entries:
                 found_names = [entry.name for entry in entries if entry.name.endswith(_SUFFIX)]

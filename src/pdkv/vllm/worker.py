@@ -2,11 +2,11 @@
 
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.base import TransferKey, TransferResults, WorkerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.transfer.units import COPY_TIMEOUT_S
@@ -115,14 +115,14 @@ class VllmWorker:
 
     def _await(self, keys: set[TransferKey]) -> None:
         """Collect results until these sends have ended."""
-        deadline = time.monotonic() + self._save_wait_s
+        deadline = MONOTONIC.now() + self._save_wait_s
         while keys:
             self._wake.clear()
             results = self._worker.get_finished()
             if results:
                 self._results.append(results)
                 keys -= {*results.finished_sending, *results.failed_sending}
-            remaining = deadline - time.monotonic()
+            remaining = deadline - MONOTONIC.now()
             if keys and (remaining <= 0 or not (results or self._wake.wait(remaining))):
                 self.num_late_saves += 1
                 logger.warning("saved KV is not visible after %g s; the step goes on", self._save_wait_s)

@@ -12,7 +12,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias, cast
@@ -20,9 +19,11 @@ from typing import NamedTuple, TypeAlias, cast
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pdkv.clock import MONOTONIC
 from pdkv.host.sockets import LISTEN_BACKLOG
 from pdkv.host.strangers import who_makes_room
 from pdkv.log_limit import LogLimit
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.cluster_key import ClusterKey
 
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -72,14 +73,13 @@ class Doorkeeper:
         self._unproven: OrderedDict[int, _Unproven] = OrderedDict()  # by inode, the oldest first
         self._next_sweep = 0.0
         self._log_limit = LogLimit()
-        self._closing = threading.Event()
         self._monitors: list[Socket] = []
         self._requests = context.socket(zmq.REP)
         self._requests.linger = 0
         self._requests.bind("inproc://zeromq.zap.01")
         self._poller = zmq.Poller()
         self._poller.register(self._requests, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="doorkeeper", daemon=True)
+        self._thread = ServiceThread(self._run, lambda: None, "doorkeeper")
 
     @property
     def num_unproven(self) -> int:
@@ -106,14 +106,12 @@ class Doorkeeper:
 
     def close(self) -> None:
         """End the thread. The guarded sockets must be closed, or never were. Idempotent."""
-        self._closing.set()
-        if self._thread.ident is None:  # ZeroMQ waits until its last event is read
-            self._thread.start()
-        self._thread.join()
+        self._thread.start()  # if it never was: ZeroMQ waits until its last event is read
+        self._thread.stop()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, stopping: threading.Event) -> None:
         try:
             while self._monitors:
                 try:
@@ -121,7 +119,7 @@ class Doorkeeper:
                 except Exception:  # whatever it was, the next one is served
                     if self._log_limit.passes():
                         logger.exception("a connection could not be served")
-                    if self._closing.wait(_PAUSE_S):
+                    if MONOTONIC.wait(stopping, MONOTONIC.now() + _PAUSE_S):
                         return
         finally:
             for mine in (self._requests, *self._monitors):
@@ -133,7 +131,7 @@ class Doorkeeper:
                 self._answer()
             else:
                 self._read_events(cast("Socket", readable))
-        if self._unproven and (now := time.monotonic()) >= self._next_sweep:
+        if self._unproven and (now := MONOTONIC.now()) >= self._next_sweep:
             self._next_sweep = now + _SWEEP_MS / 1000
             for inode in list(self._unproven):
                 self._look_at(inode)

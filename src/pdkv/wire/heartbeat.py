@@ -4,11 +4,11 @@ A long step is silent on the wire, and so is a process that is stopped. Only the
 """
 
 import threading
-import time
 from typing import cast
 
 import zmq
 
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.doorkeeper import Doorkeeper
 from pdkv.wire.frames import encode_message
 from pdkv.wire.messages import Beat
@@ -37,7 +37,6 @@ class Heartbeat:
         """`endpoint`: ipc://, or tcp:// with port 0 for a free one. Raises zmq.ZMQError: it cannot be bound."""
         self._epoch = epoch
         self._watch = watch
-        self._stop = threading.Event()
         self._socket = context.socket(zmq.PUB)
         self._socket.linger = 0
         self._socket.set_hwm(_MAX_UNREAD_BEATS)
@@ -50,19 +49,18 @@ class Heartbeat:
             self._socket.close(linger=0)
             raise
         self.endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = ServiceThread(self._run, lambda: None, "heartbeat")
         self._thread.start()
 
     def close(self) -> None:
         """Stop beating. Idempotent."""
-        self._stop.set()
-        self._thread.join()
+        self._thread.stop()
 
-    def _run(self) -> None:
-        wait_s = BEAT_S
+    def _run(self, stopping: threading.Event) -> None:
+        clock, wait_s = self._watch.clock, BEAT_S
         try:
-            while not self._stop.wait(wait_s):
-                beat, wait_s = next_beat(self._watch, self._epoch, time.monotonic())
+            while not clock.wait(stopping, clock.now() + wait_s):
+                beat, wait_s = next_beat(self._watch, self._epoch, clock.now())
                 self._socket.send(memoryview(encode_message(beat)), zmq.NOBLOCK)
         finally:
             self._socket.close(linger=0)

@@ -3,9 +3,10 @@
 The loop notes the begin and the end of each step; a thread reads the oldest that has not ended (`heartbeat.py`).
 """
 
-import time
 from collections import deque
 from typing import NamedTuple
+
+from pdkv.clock import MONOTONIC, Clock
 
 FIRST_STEP_S = 24.0
 """Expected of a step while nothing is known of any: kernels are compiled, memory is touched for the first time."""
@@ -28,7 +29,7 @@ def late_after_s(predicted_s: float) -> float:
 class Work(NamedTuple):
     """Something that has begun and has not ended."""
 
-    since: float  # time.monotonic
+    since: float  # of the engine's clock
     predicted_s: float
 
 
@@ -67,8 +68,9 @@ class StepTimes:
 class StepWatch:
     """Written by the engine's loop, read by its heartbeat. Steps may overlap, and end in the order of their begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = MONOTONIC) -> None:
         self.times = StepTimes()
+        self.clock = clock
         self._turn: Work | None = None  # the loop is awake
         self._step: Work | None = None  # the oldest that has not ended
         self._steps: deque[tuple[Work, int]] = deque()  # with their tokens
@@ -86,27 +88,26 @@ class StepWatch:
 
     def wake(self) -> None:
         """The loop begins to work."""
-        self._turn = Work(time.monotonic(), OTHER_WORK_S)
+        self._turn = Work(self.clock.now(), OTHER_WORK_S)
 
     def rest(self) -> None:
         """The loop begins to wait. Steps that have begun go on."""
         self._turn = None
 
-    def begin(self, num_tokens: int) -> None:
+    def begin(self, num_tokens: int, now: float) -> None:
         """A step of so many tokens begins."""
-        work = Work(time.monotonic(), self.times.predict_s(num_tokens))
+        work = Work(now, self.times.predict_s(num_tokens))
         self._steps.append((work, num_tokens))
         if self._step is None:
             self._step = work
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """The oldest step has ended; the next one has had the engine for itself since then.
 
         Harmless where none has begun.
         """
         if not self._steps:
             return
-        now = time.monotonic()
         work, num_tokens = self._steps.popleft()
         self.times.note(num_tokens, now - max(work.since, self._last_end))
         self._last_end = now

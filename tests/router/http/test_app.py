@@ -23,6 +23,7 @@ from pdkv.errors import (
     RequestTimeout,
 )
 from pdkv.router.http.text_pool import INLINE_BYTES
+from pdkv.testing import VirtualClock
 from pdkv.text import Tokenizer
 
 
@@ -199,8 +200,8 @@ def test_a_client_bounds_the_whole_of_its_request_and_the_server_each_wait_for_a
 def test_the_body_the_tokenizer_and_the_engines_share_one_deadline(
     size: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 1000.0
-    monkeypatch.setattr("pdkv.router.http.deadline.monotonic", lambda: now)
+    clock = VirtualClock()
+    monkeypatch.setattr("pdkv.router.http.deadline.MONOTONIC", clock)
     dispatcher = FakeDispatcher(say(ids("ab")))
     app = make_app(dispatcher)
     exchange = Exchange("POST", "/v1/completions", b"", {"x-pd-timeout-s": "10"})
@@ -208,13 +209,11 @@ def test_the_body_the_tokenizer_and_the_engines_share_one_deadline(
     encode = Tokenizer.encode
 
     async def receive() -> Message:
-        nonlocal now
-        now += 4.0 if exchange._to_send else 0.0
+        clock.advance(4.0 if exchange._to_send else 0.0)
         return await exchange.receive()
 
     def slow(self: Tokenizer, text: str, **options: bool) -> list[int]:
-        nonlocal now
-        now += 3.0
+        clock.advance(3.0)
         return encode(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)

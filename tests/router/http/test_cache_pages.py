@@ -183,7 +183,7 @@ def test_behind_a_move_that_was_late_there_is_none_for_a_while() -> None:
         assert (await operator.refusal("move", body))[0] == 409
         with pytest.MonkeyPatch.context() as patch:
             later = time.monotonic() + 10.0 + cache_pages.MOVE_GRACE_S
-            patch.setattr(cache_pages, "time", SimpleNamespace(monotonic=lambda: later))
+            patch.setattr(cache_pages, "MONOTONIC", SimpleNamespace(now=lambda: later))
             assert (await operator.ask("move", body)).status == 504
 
     late = TierAnswer("store/1-redis", code="transfer_timeout", problem="late")
