@@ -20,8 +20,9 @@ NEEDS_VLLM = ("engine_tiny", "engine_mid", "pd_tiny", "kv_inside_vllm")
 PARTS = re.compile(r"(?P<kind>[a-z-]*?)-?(?P<day>\d{4}-\d\d-\d\d)(?:-\w+)?")
 HEAD = """# Results
 
-How fast is pdkv, measured where and when, and which goals does it miss? This page has the newest run of each benchmark
-on each kind of machine. `python -m benchmarks.results_page` writes it from `benchmarks/results/`: do not edit it.
+How fast is pdkv, on which machine and when was that measured, and which goals are missed? This page has the newest run
+of each benchmark on each kind of machine. `python -m benchmarks.results_page` writes it from `benchmarks/results/`: do
+not edit it.
 
 Each figure is a ratio within one run unless its claim names a unit, and "wanted" is a limit that was set before the
 measurement. In brackets are the quartiles of a run's rounds. A day links to the run's report, with the absolute figures
@@ -99,7 +100,7 @@ def plot(folder: Path = RESULTS) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" font-family="sans-serif" '
         'font-size="13">',
         f'<rect width="760" height="{height}" fill="white"/>',
-        '<text x="10" y="22" font-weight="bold">One engine against vLLM on the same CPU: ratio, and tokens/s of both</text>',
+        '<text x="10" y="22" font-weight="bold">Output tokens/s of one engine on a CPU, pdkv / vLLM</text>',
     ]
     for at, row in enumerate(rows):
         y, width = 24 * at + 38, 130 * row.claim["ratio"]
@@ -110,6 +111,7 @@ def plot(folder: Path = RESULTS) -> str:
             f'<text x="{268 + width:.0f}" y="{y + 13}">{row.claim["ratio"]:.2f}: {pdkv:.0f} / {vllm:.0f}</text>',
         ]
     parts.append(f'<line x1="390" x2="390" y1="32" y2="{height - 14}" stroke="black" stroke-dasharray="4"/>')
+    parts.append(f'<text x="376" y="{height - 2}">vLLM</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

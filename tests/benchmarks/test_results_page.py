@@ -12,6 +12,16 @@ def test_the_page_and_its_plot_are_what_the_script_writes() -> None:
     assert (DOCS / "results.svg").read_text() == plot(), hint
 
 
+def test_the_readme_shows_figures_of_the_page() -> None:
+    """All of a benchmark's claims that a row of the README shows, in its day's row."""
+    shown = {"engine_mid": 3, "interference_mid": 2, "ttft_mid": 1, "balance_mid": 1, "kv_turns": 1}
+    lines = (DOCS.parent / "README.md").read_text().splitlines()
+    for benchmark, number in shown.items():
+        rows = [row for row in newest() if row.benchmark == benchmark][:number]
+        figures = ", ".join(f"{row.claim['ratio']:.2f}" + " (missed)" * (not row.claim["met"]) for row in rows)
+        assert any(f"| {figures} |" in line and line.endswith(f"| {rows[0].day} |") for line in lines), benchmark
+
+
 def save(folder: Path, name: str, hardware: dict[str, str], **ratios: float) -> None:
     def claim(ratio: float) -> dict[str, object]:
         return {"name": "a claim", "ratio": ratio, "limit": 1.0, "better": "lower", "met": ratio <= 1, "figures": {}}

@@ -7,7 +7,7 @@ import pytest
 from matrix_rows import BACKENDS, BLOCKS, RANKS, TOPOLOGIES, all_rows, cover, window_rows
 from matrix_table import PASSED, main, passed_rows, table
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 
 
 def test_the_cover_is_part_of_the_matrix_and_short() -> None:
@@ -40,5 +40,5 @@ def test_results_become_a_table_and_what_is_missing_is_named(
         passed_rows(["something"])
 
 
-def test_the_readme_shows_the_whole_matrix() -> None:
-    assert "\n".join(table({*all_rows(), *window_rows()})) in README.read_text()
+def test_the_page_of_the_kit_shows_the_whole_matrix() -> None:
+    assert "\n".join(table({*all_rows(), *window_rows()})) in PAGE.read_text()
