@@ -2,6 +2,7 @@
 
 Leave the machine alone meanwhile. Comparisons with vLLM are skipped unless it is installed (python -m benchmarks.peers
 install .bench/vllm). With --quick everything is sent a few requests: that shows that it works, and measures nothing.
+Afterwards, python -m benchmarks.results_page writes docs/results.md anew.
 """
 
 import argparse
