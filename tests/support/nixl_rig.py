@@ -24,7 +24,7 @@ needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 (or 
 PIECE = 4096
 """Bytes of one piece of what an agent copies."""
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 NO_DOORBELL = DoorbellAddress(0, 0, -1, 0)
 """Nobody has this one."""
