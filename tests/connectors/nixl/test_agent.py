@@ -36,7 +36,7 @@ def start_peer() -> Iterator[Callable[..., Peer]]:
 
     yield start
     for peer in peers:
-        peer.kill()
+        peer.close()
 
 
 def copy(

@@ -23,6 +23,7 @@ from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.p2p.pieces import PiecePool
 from pdkv.connectors.p2p.sockets import listen
 from pdkv.connectors.p2p.wire import FRAMES_VERSION, Address, Control, Welcome
+from pdkv.connectors.p2p.worker import REGISTRATION_S
 from pdkv.connectors.peer.auth import Party
 from pdkv.connectors.peer.push_worker import RECEIVE_TIMEOUT_S
 from pdkv.connectors.transfer.block_runs import pack_blocks
@@ -196,10 +197,14 @@ def test_a_ticket_beyond_its_bound_fails_the_load_at_once(make_engine: Engines) 
 )
 def test_tickets_that_cannot_be_served_fail_with_a_type(make_engine: Engines, ticket: Any, code: str) -> None:
     """F2, F15: whatever stands in a ticket, both engines go on."""
-    prefill, decode = pair(make_engine)
+    clock = VirtualClock()
+    prefill, decode = pair(make_engine, clock=clock)
     before = decode.pools[0].clone()
     data = ticket if isinstance(ticket, bytes) else msgspec.msgpack.encode(ticket)
     prefill.give(view("t", kv="handoff", num_tokens=40, ticket=data), [9, 3, 1], 40)
+    if ticket[:3] == ["d", "1", "t"] and ticket[3:6] == [1, 0, 40]:
+        clock.until_waiting()  # the receiver may not have heard of it yet
+        clock.advance(REGISTRATION_S)
     assert prefill.outcome("sending", ("t", 1)).code == code
     assert torch.equal(decode.pools[0], before)
     move(prefill, decode, "u")

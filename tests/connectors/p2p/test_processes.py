@@ -92,21 +92,23 @@ def make_engine() -> Iterator[Callable[..., PushEngine]]:
 
 
 @pytest.fixture
-def amid(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """amid("send_piece" or "receive_piece", act): `act()` before this process moves the next piece that was accepted.
+def amid(monkeypatch: pytest.MonkeyPatch) -> Callable[..., threading.Event]:
+    """amid("send" or "receive", peer, number): a signal to the peer before the next piece that was accepted is moved.
 
-    What a peer has of it by then is no more than sockets take: it is in its middle.
+    What sockets have taken of it by then is a part of it. Returns the event that this has happened.
     """
 
-    def arrange(way: str, act: Callable[[], Any]) -> None:
-        real, waiting = getattr(LinkEnd, way), [act]
+    def arrange(way: str, peer: Peer, number: int) -> threading.Event:
+        real, has_happened = getattr(LinkEnd, f"{way}_piece"), threading.Event()
 
         def move(link: LinkEnd, *arguments: Any) -> Any:
-            if waiting:
-                waiting.pop()()
+            if not has_happened.is_set():
+                peer.signal(number)
+                has_happened.set()
             return real(link, *arguments)
 
-        monkeypatch.setattr(LinkEnd, way, move)
+        monkeypatch.setattr(LinkEnd, f"{way}_piece", move)
+        return has_happened
 
     return arrange
 
@@ -164,7 +166,7 @@ def test_a_killed_receiver_fails_what_goes_to_it_and_nothing_else(
     prefill.meet(dying.card, other.card)
     move(prefill, dying)
     tickets = [dying.want(f"t{i}", blocks, 16 * len(blocks)) for i in range(3)]
-    amid("send_piece", lambda: dying.signal(signal.SIGKILL))
+    amid("send", dying, signal.SIGKILL)
     for i, ticket in enumerate(tickets):
         prefill.give(view(f"t{i}", kv="handoff", num_tokens=16 * len(blocks), ticket=ticket), blocks, 16 * len(blocks))
     assert [prefill.outcome("sending", (f"t{i}", 1)).code for i in range(3)] == ["peer_gone"] * 3
@@ -180,7 +182,7 @@ def test_a_killed_sender_fails_the_receive_and_leaves_the_blocks_alone(
     prefill.meet(decode.card)
     decode.meet(prefill.card)
     ticket = decode.want(view("t", kv="await_peer", num_tokens=16 * len(blocks)), blocks)
-    amid("receive_piece", lambda: prefill.signal(signal.SIGKILL))
+    amid("receive", prefill, signal.SIGKILL)
     prefill.give("t", blocks, 16 * len(blocks), ticket)
     assert decode.outcome("receiving", ("t", 1)).code == "peer_gone"
     before = decode.pools[0].clone()
@@ -223,8 +225,7 @@ def test_a_sender_that_is_stopped_in_the_middle_is_a_timeout(
     prefill.meet(decode.card)
     decode.meet(prefill.card)
     ticket = decode.want(view("t", kv="await_peer", num_tokens=16 * len(MANY)), MANY)
-    is_amid = threading.Event()
-    amid("receive_piece", lambda: (prefill.signal(signal.SIGSTOP), is_amid.set()))
+    is_amid = amid("receive", prefill, signal.SIGSTOP)
     prefill.give("t", MANY, 16 * len(MANY), ticket)
     assert is_amid.wait(WAIT_S)
     clock.advance(RECEIVE_TIMEOUT_S)
@@ -244,11 +245,7 @@ def test_a_cancel_does_not_wait_for_a_peer_that_is_stopped(
     engine, peer = make_engine("e"), start_peer("f")
     engine.meet(peer.card)
     peer.meet(engine.card)
-    is_amid = threading.Event()
-    amid(
-        "send_piece" if stopped == "receiver" else "receive_piece",
-        lambda: (peer.signal(signal.SIGSTOP), is_amid.set()),
-    )
+    is_amid = amid("send" if stopped == "receiver" else "receive", peer, signal.SIGSTOP)
     if stopped == "receiver":
         send(engine, peer, "t", blocks, blocks, 16 * len(blocks))
     else:
@@ -294,8 +291,7 @@ def test_transfers_to_a_stopped_receiver_time_out_and_leave_no_thread(
     others = threading.enumerate()
     move(prefill, decode)
     tickets = [decode.want(f"t{i}", LARGE, 16 * len(LARGE)) for i in range(10)]
-    is_amid = threading.Event()
-    amid("send_piece", lambda: (decode.signal(signal.SIGSTOP), is_amid.set()))
+    is_amid = amid("send", decode, signal.SIGSTOP)
     for i, ticket in enumerate(tickets):
         prefill.give(view(f"t{i}", kv="handoff", num_tokens=16 * len(LARGE), ticket=ticket), LARGE, 16 * len(LARGE))
     assert is_amid.wait(WAIT_S)
