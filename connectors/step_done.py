@@ -6,10 +6,10 @@ free what may be written.
 """
 
 import threading
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import TransferTimeout
 from pdkv.kernels.streams import Streams, streams_of
 
@@ -44,7 +44,8 @@ ON_HOST = StepDone()
 class StreamStepDone(StepDone):
     """An event of the stream that computes."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
         self._event = streams.make_event()
         self._is_recorded = threading.Event()  # to wait for an event before that is to wait for nothing
 
@@ -53,16 +54,16 @@ class StreamStepDone(StepDone):
         self._is_recorded.set()
 
     def wait(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.now() + timeout_s
         self._wait_recorded(timeout_s)
-        self._event.synchronize(deadline - time.monotonic())
+        self._event.synchronize(deadline - self._clock.now())
 
     def wait_on_stream(self, timeout_s: float) -> None:
         self._wait_recorded(timeout_s)
         self._event.wait()
 
     def _wait_recorded(self, timeout_s: float) -> None:
-        if not self._is_recorded.wait(timeout_s):
+        if not self._clock.wait(self._is_recorded, self._clock.now() + timeout_s):
             raise TransferTimeout(f"a step's kernels were not queued after {timeout_s:g} s")
 
 

@@ -26,6 +26,7 @@ from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import ConfigError, IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch, TransferError
 from pdkv.host.host_id import host_id
 from pdkv.host.process_info import process_start_time
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import EngineCard, KVLayout
 
@@ -126,8 +127,7 @@ class Arena:
         self.exported: ExportedPool | None = None  # the pool, where it lies on a device, once it is allocated
         self._device = device
         self._layout = layout
-        self._stop_touching = threading.Event()
-        self._toucher: threading.Thread | None = None
+        self._toucher = ServiceThread(self._touch, lambda: None, "pdkv-touch")
         self._fd = os.memfd_create(f"pdkv:{engine}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             self._reserve(0, self.shape.data_offset, grow=True)
@@ -155,7 +155,6 @@ class Arena:
             ConfigError: the memory cannot be had.
         """
         self._reserve(self.shape.data_offset, self.shape.size - self.shape.data_offset)
-        self._toucher = threading.Thread(target=self._touch, args=(self.data(),), name="pdkv-touch", daemon=True)
         self._toucher.start()
 
     def data(self) -> Bytes:
@@ -193,9 +192,7 @@ class Arena:
         """Give the descriptor back; the memory goes with the last reference to it. Idempotent."""
         if self._memory is None:
             return
-        self._stop_touching.set()
-        if self._toucher is not None:
-            self._toucher.join()  # at most one call's time
+        self._toucher.stop()  # at most one call's time
         self._memory = self.exported = None
         del self.table_arrays, self.words
         os.close(self._fd)
@@ -214,11 +211,12 @@ class Arena:
                 f"blocks: {error.strerror}; a smaller --kv-cache-memory helps"
             ) from error
 
-    def _touch(self, data: Bytes) -> None:
+    def _touch(self, stopping: threading.Event) -> None:
         """Map the pool's pages (a first write to shared memory costs ten times a warm one)."""
+        data = self.data()
         _advise(data, 0, data.nbytes, mmap.MADV_HUGEPAGE)  # no matter if there are none
         for offset in range(0, data.nbytes, _TOUCH_BYTES):
-            if self._stop_touching.is_set() or not _advise(data, offset, _TOUCH_BYTES, _MADV_POPULATE_WRITE):
+            if stopping.is_set() or not _advise(data, offset, _TOUCH_BYTES, _MADV_POPULATE_WRITE):
                 return
 
 

@@ -4,11 +4,11 @@ By itself a fabric delivers in order, when a worker asks for results. With `manu
 reorders, loses and duplicates operations one stage at a time: the reference for every contract of base.py.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.block_table import BlockTable
 from pdkv.errors import PeerGone, StaleEpoch
 
@@ -38,7 +38,7 @@ class MemoryFabric:
 
     _named: ClassVar[dict[str, "MemoryFabric"]] = {}
 
-    def __init__(self, *, manual: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, manual: bool = False, clock: Callable[[], float] = MONOTONIC.now) -> None:
         self.manual = manual
         self.clock = clock
         self.under_way: list[Operation] = []

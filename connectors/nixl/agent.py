@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, TransferCancelled, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class NixlAgent:
     `may_land_late`: then what failed may.
     """
 
-    def __init__(self, name: str, *, progress_thread: bool = False) -> None:
+    def __init__(self, name: str, *, progress_thread: bool = False, clock: Clock = MONOTONIC) -> None:
         """Without a progress thread UCX works only within calls of this agent: somebody has to `receive` again and
         again. With one it works by itself, and that thread spins on UCX's lock while another one copies.
 
@@ -173,6 +173,7 @@ class NixlAgent:
             ConfigError: NIXL is missing, or its UCX backend cannot start.
         """
         self.name = name
+        self._clock = clock
         self.num_bad_messages = 0
         self._bindings = load_bindings()
         self._lock = threading.Lock()  # around every call of the agent
@@ -271,7 +272,7 @@ class NixlAgent:
         `may_land_late`.
 
         Args:
-            deadline: of time.monotonic().
+            deadline: of this agent's clock.
             kinds: memory of the local and of the remote side.
             check: called while it waits; raises what ends the transfer.
 
@@ -324,8 +325,8 @@ class NixlAgent:
         if self._closing.is_set():
             return
         self._closing.set()
-        deadline = time.monotonic() + CLOSE_S
-        ended = [self.disconnect(peer, max(deadline - time.monotonic(), 0.0)) for peer in list(self._peers)]
+        deadline = self._clock.now() + CLOSE_S
+        ended = [self.disconnect(peer, max(deadline - self._clock.now(), 0.0)) for peer in list(self._peers)]
         if not all(ended):
             logger.error("agent %s is left open: one of its transfers does not end", self.name)
             return
@@ -363,7 +364,8 @@ class NixlAgent:
             False: transfers have not left it within `timeout_s` (None: they end by their own deadlines).
         """
         connection.broken = True  # who waits for a transfer looks at it again and again
-        if not self._idle.wait_for(lambda: not connection.num_active, timeout_s):
+        until = None if timeout_s is None else self._clock.now() + timeout_s
+        if not self._clock.wait_for(self._idle, lambda: not connection.num_active, until):
             return False
         if self._peers.get(peer) is connection:
             del self._peers[peer]
@@ -422,7 +424,7 @@ class NixlAgent:
                 check()
             if connection.broken or self._closing.is_set():
                 raise TransferCancelled(f"the connection to agent {peer} is torn down")
-            if time.monotonic() >= deadline:
+            if self._clock.now() >= deadline:
                 raise TransferTimeout(f"agent {peer} did not answer in time")
             looks += 1
             if looks > _SPINS:

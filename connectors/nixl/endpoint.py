@@ -4,7 +4,6 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -29,6 +28,7 @@ from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferError, Transfe
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
 from pdkv.kernels.streams import streams_of
+from pdkv.service_thread import ServiceThread
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 M = TypeVar("M", bound=Wire)
 
-_HOT_S = 0.002
-"""So long after a message another one is due any moment."""
+_HOT_LOOKS = 20
+"""After a message another one is due any moment: so often the thread looks with the short pause, some 2 ms in all."""
 
 _HOT_PAUSE_S = 0.00005
 _IDLE_PAUSE_S = 0.02
@@ -52,15 +52,13 @@ _TICK_S = 0.2
 _FULL_PAUSE_S = 0.002
 """While a message waits for room in a peer's doorbell."""
 
-_JOIN_TIMEOUT_S = 5.0
-
 
 class Waiting(Protocol):
     """What a transfer is for, and how long it may take: a job, or a part of one."""
 
     @property
     def deadline(self) -> float:
-        """Of time.monotonic()."""
+        """Of the connector's clock."""
 
     def check(self) -> None:
         """Raises TransferCancelled or TransferTimeout when it has to stop."""
@@ -91,7 +89,9 @@ class NixlEndpoint:
         self._paths: list[Path] = []  # by which peers may read the pool
         self.sources = PeerPaths(peers, [])
         self._agent = NixlAgent(
-            agent_name(config.engine, config.epoch, config.rank), progress_thread=options.progress_thread
+            agent_name(config.engine, config.epoch, config.rank),
+            progress_thread=options.progress_thread,
+            clock=config.clock,
         )
         self._doorbell = Doorbell(self._agent.name)
         self.slots = Slots(options.slots, options.slot_bytes, self._streams)
@@ -110,15 +110,14 @@ class NixlEndpoint:
         self.pool: Memory | None = None
         self._table: Memory | None = None
         self._digests: Memory | None = None
-        self._inbox = Inbox(peers)
+        self._inbox = Inbox(peers, config.clock)
         self._workers: list[Callable[[], bool]] = []
         self._ticks: list[Callable[[], None]] = []
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open_requests: Callable[[str], list[int]] = _none_open
         self._connecting = threading.Lock()
         self._greeting: set[str] = set()  # agents that may be connected, but have not been greeted
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="pdkv-nixl", daemon=True)
+        self._thread = ServiceThread(self._run, self._doorbell.wake, "pdkv-nixl")
 
     @property
     def num_bad_messages(self) -> int:
@@ -309,14 +308,9 @@ class NixlEndpoint:
 
     def close(self) -> None:
         """End the thread and the agent. Idempotent."""
-        if self._stopping:
+        if self._thread.stopping.is_set():
             return
-        self._stopping = True
-        self._doorbell.wake()
-        if self._thread.is_alive():
-            self._thread.join(_JOIN_TIMEOUT_S)
-            if self._thread.is_alive():
-                logger.error("thread %s does not end", self._thread.name)
+        self._thread.stop()
         self.sources.close()
         self._agent.close()
         self._doorbell.close()
@@ -334,7 +328,7 @@ class NixlEndpoint:
         if self._agent.is_connected(blob.agent) and blob.agent not in self._greeting:
             return
         with self._connecting:
-            if self._stopping or self.peers.agent(blob.agent) != blob:
+            if self._thread.stopping.is_set() or self.peers.agent(blob.agent) != blob:
                 raise PeerGone(f"agent {blob.agent} is not known")
             if self._agent.is_connected(blob.agent):
                 return
@@ -350,10 +344,10 @@ class NixlEndpoint:
 
     def _patience(self, wait_s: float) -> float:
         """How long this thread may wait for a peer: that for messages does not."""
-        return 0.0 if threading.current_thread() is self._thread else wait_s
+        return 0.0 if self._thread.is_current else wait_s
 
     def _is_known(self, blob: RankBlob) -> bool:
-        return not self._stopping and self.peers.agent(blob.agent) == blob
+        return not self._thread.stopping.is_set() and self.peers.agent(blob.agent) == blob
 
     def _greet(self, blob: RankBlob) -> None:
         """Connect, have UCX do so, which the first read would have to wait for, and tell what is open here."""
@@ -375,11 +369,11 @@ class NixlEndpoint:
     def _reset(self, agent: str) -> bytes:
         return encode(Reset(self._open_requests(agent)))
 
-    def _run(self) -> None:
+    def _run(self, stopping: threading.Event) -> None:
         """The message thread."""
         self.use_device()
-        hot_until = next_tick = 0.0
-        while not self._stopping:
+        num_hot, next_tick, now = 0, 0.0, self.config.clock.now
+        while not stopping.is_set():
             busy, all_sent = False, True
             try:
                 busy = self._receive()
@@ -387,8 +381,8 @@ class NixlEndpoint:
                     self._posted.get()()
                 for work in self._workers:
                     busy = work() or busy
-                if (now := time.monotonic()) >= next_tick:
-                    next_tick = now + _TICK_S
+                if now() >= next_tick:
+                    next_tick = now() + _TICK_S
                     for tick in self._ticks:
                         tick()
                 all_sent = self._doorbell.flush()
@@ -398,10 +392,9 @@ class NixlEndpoint:
             pause_s = _IDLE_PAUSE_S if all_sent else _FULL_PAUSE_S
             if busy:
                 pause_s = 0.0
-            elif time.monotonic() < hot_until:
+            elif num_hot:
                 pause_s = _HOT_PAUSE_S
-            if self._doorbell.wait(pause_s) or busy:
-                hot_until = time.monotonic() + _HOT_S
+            num_hot = _HOT_LOOKS if self._doorbell.wait(pause_s) or busy else max(num_hot - 1, 0)
 
     def _receive(self) -> bool:
         messages = [*self._agent.receive(), *self._doorbell.take()]

@@ -6,12 +6,12 @@ thread itself gathers. What a device has to be waited for is gathered by a threa
 
 import logging
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 from typing import NamedTuple
 
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
@@ -20,9 +20,9 @@ from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.block_runs import unpack_blocks
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
-from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S
 from pdkv.errors import KVNotFound, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
+from pdkv.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ class GatherSource:
         endpoint.handle(Reset, self._on_reset)
         endpoint.add_work(self._gather_next)
         self._waiting: queue.SimpleQueue[_Ready | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # from the first chunk on that something has to be waited for
+        # Runs from the first chunk on that something has to be waited for.
+        self._thread = ServiceThread(self._run, lambda: self._waiting.put(None), "pdkv-nixl-gather")
 
     @property
     def num_free_slots(self) -> int:
@@ -211,12 +212,10 @@ class GatherSource:
             self._tell(ready, *self._fill(ready))
             return
         self._busy.add(slot)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pdkv-nixl-gather", daemon=True)
-            self._thread.start()
+        self._thread.start()
         self._waiting.put(ready)
 
-    def _run(self) -> None:
+    def _run(self, stopping: Event) -> None:
         """The thread that waits for the device."""
         streams_of(self._pool.kv_cache.device).use()
         while (ready := self._waiting.get()) is not None:
@@ -262,9 +261,7 @@ class GatherSource:
 
     def close(self) -> None:
         """End the thread. Idempotent."""
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join(JOIN_TIMEOUT_S)
+        self._thread.stop()
 
 
 def no_offer(offer: int) -> AbstractContextManager[None]:

@@ -1,11 +1,11 @@
 """What other agents send: each message goes to the handler of its kind; what nobody wants is counted."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.nixl.agent import Message
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import RankBlob, Wire, decode
@@ -23,10 +23,11 @@ _EARLY_S = 5.0
 class Inbox:
     """Of one rank. Used by its message thread alone, once handlers are set."""
 
-    def __init__(self, peers: NixlPeers) -> None:
+    def __init__(self, peers: NixlPeers, clock: Clock = MONOTONIC) -> None:
         self.num_bad_messages = 0  # that no decoder or handler wants, or a handler failed on
         self.num_unknown_agents = 0  # messages of agents that nobody has a card of
         self._peers = peers
+        self._clock = clock
         self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}
         self._early: deque[tuple[float, Message]] = deque(maxlen=MAX_EARLY_MESSAGES)
 
@@ -40,7 +41,7 @@ class Inbox:
 
     def take(self, messages: Iterable[Message]) -> None:
         """Hand on messages, and those that came before their sender's card."""
-        early, now = list(self._early), time.monotonic()
+        early, now = list(self._early), self._clock.now()
         self._early.clear()
         for since, message in [*early, *((now, message) for message in messages)]:
             blob = self._peers.agent(message.peer)

@@ -6,7 +6,6 @@ offers while it is read here: nothing is confirmed before its digests have come,
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -136,7 +135,7 @@ class PushReceiver:
     # --- the message thread ---------------------------------------------------------------------------------------
 
     def _on_offer(self, blob: RankBlob, offer: Offer) -> None:
-        arrival = _Arrival(blob, offer, time.monotonic())
+        arrival = _Arrival(blob, offer, self._worker.clock.now())
         with self._lock:
             sender = self._senders.setdefault(blob.agent, _Sender())
             if offer.offer in sender.arrivals:
@@ -183,7 +182,7 @@ class PushReceiver:
 
     def _refuse_late(self) -> None:
         """What was early for too long, and what has been read and whose digests have not come."""
-        now = time.monotonic()
+        now = self._worker.clock.now()
         for arrival in self._take_early(lambda early: early.since < now - _GRACE_S):
             self._answer(arrival, KVNotFound.code)
         with self._lock:
@@ -272,7 +271,7 @@ class PushReceiver:
         if offered is None or offered.ids.size != ours.size:
             raise TransferError(f"agent {blob.agent} offers something else than is wanted")
         theirs = offered.ids
-        reading = _Reading(job, time.monotonic() + worker.timeout_s)
+        reading = _Reading(job, worker.clock.now() + worker.timeout_s)
         incoming.after.wait(reading.remaining_s())
 
         def guard() -> AbstractContextManager[None]:
@@ -327,13 +326,13 @@ class _Reading:
     def check(self) -> None:
         """Raises TransferCancelled or TransferTimeout."""
         self.job.check()
-        if time.monotonic() >= self.deadline:
+        if self.job.clock.now() >= self.deadline:
             raise TransferTimeout("an offer was not read in time", transfer_id=self.job.key[0], attempt=self.job.key[1])
 
     def remaining_s(self) -> float:
         """Seconds until the deadline. Raises as `check` does."""
         self.check()
-        return max(self.deadline - time.monotonic(), 1e-3)
+        return max(self.deadline - self.job.clock.now(), 1e-3)
 
 
 @contextmanager

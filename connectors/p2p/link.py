@@ -1,7 +1,6 @@
 """One end of a link: its sockets, and a piece on its way over them. Who dialed sends, the other end receives."""
 
 import itertools
-import time
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -69,12 +68,12 @@ class LinkEnd:
         Raises:
             TransferError: close the link; what is on its way may still land until then.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = job.clock.now() + timeout_s
 
         def remaining_s() -> float:
             if job.stop_code:
                 raise TransferCancelled("the receiver gave the transfer up")
-            return max(deadline - time.monotonic(), 1e-3)
+            return max(deadline - job.clock.now(), 1e-3)
 
         body = None
         if self.group is not None:

@@ -9,10 +9,10 @@ import logging
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.p2p.sockets import listen
@@ -69,6 +69,7 @@ class LinkListener:
     ) -> None:
         """Raises OSError if the host's address cannot be listened on."""
         self._num_failed = 0  # links that broke the rules
+        self._clock = config.clock
         self._party = Party(config.engine, config.epoch, config.rank)
         self._limits = limits
         self._device = device
@@ -86,6 +87,7 @@ class LinkListener:
             handshake_timeout_s=limits.handshake_timeout_s,
             welcome=self._welcome,
             name="pdkv-p2p-listen",
+            clock=config.clock,
         )
 
     @property
@@ -114,11 +116,10 @@ class LinkListener:
             self._changed.notify_all()
         for link in links:
             link.interrupt()
-        deadline = time.monotonic() + timeout_s
-        if not self.auth_listener.close(timeout_s):
-            logger.error("the thread that accepts links does not end")
+        deadline = MONOTONIC.now() + timeout_s
+        self.auth_listener.close(timeout_s)
         for thread in threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            thread.join(max(deadline - MONOTONIC.now(), 0.0))
             if thread.is_alive():
                 logger.error("thread %s does not end", thread.name)
 
@@ -245,7 +246,7 @@ class LinkListener:
             return self._stopping or self._num_known() < self._limits.max_links or self._close_idle()
 
         with self._changed:
-            if not self._changed.wait_for(has_room, timeout_s):
+            if not self._clock.wait_for(self._changed, has_room, self._clock.now() + timeout_s):
                 raise TransferTimeout(f"all {self._limits.max_links} groups are busy")
             link.has_room = True
 

@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.p2p.wire import Control, Put
 from pdkv.connectors.transfer.units import COPY_TIMEOUT_S
 from pdkv.errors import PeerGone, TransferError, TransferTimeout
@@ -71,7 +71,7 @@ class NcclGroup:
         self._posted: deque[tuple[Any, torch.Tensor, Ids]] = deque()
         streams = streams_of(device)
         self._stream, self._done = streams.make_stream(), streams.make_event()
-        self._backend: Any = _Making(_LinkStore(control, monotonic() + make_s), rank, device).wait(make_s)
+        self._backend: Any = _Making(_LinkStore(control, MONOTONIC.now() + make_s), rank, device).wait(make_s)
 
     def send_piece(self, plan: "MovePlan", units: "UnitPool", remaining_s: Callable[[], float]) -> None:
         """Send a piece that is in its blocks, and return when it has left them. Raises a TransferError: close."""
@@ -207,13 +207,13 @@ class _LinkStore(Store):
     def set(self, key: str, value: bytes | str) -> None:
         """Keep a value and tell the peer."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
-        self._control.send(Put(key, self._values[key]), self._deadline - monotonic())
+        self._control.send(Put(key, self._values[key]), self._deadline - MONOTONIC.now())
 
     def get(self, key: str) -> bytes:
         """Wait for a value."""
         while key not in self._values:
             try:
-                frame = self._control.expect(self._deadline - monotonic())
+                frame = self._control.expect(self._deadline - MONOTONIC.now())
                 if not isinstance(frame, Put):
                     raise TransferError(f"{type(frame).__name__} while a group is made")
             except TransferError as error:

@@ -1,9 +1,8 @@
 """A lane's link to one rank of a peer: made when it is needed, made again when it is gone."""
 
 import logging
-import threading
-import time
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers
@@ -107,24 +106,25 @@ class Outbound:
         Raises:
             TransferError: it cannot be reached within the job's deadline, or refuses.
         """
-        deadline = time.monotonic() + min(job.remaining_s(), self._options.handshake_timeout_s)
+        now = job.clock.now
+        deadline = now() + min(job.remaining_s(), self._options.handshake_timeout_s)
         mine, card, rank = self._config, piece.card, piece.heads.peer_rank
         parties = Party(mine.engine, mine.epoch, mine.rank), Party(card.engine, card.epoch, rank)
         for pause_s in DIAL_PAUSES_S:
-            control = self._connect(address, f"engine {card.engine} rank {rank}", deadline - time.monotonic())
+            control = self._connect(address, f"engine {card.engine} rank {rank}", deadline - now())
             try:
                 self._dialing = control
                 job.check()  # an interrupt has found no connection until here
-                control.greet(address.secret, *parties, deadline - time.monotonic(), purpose)
-                welcome = control.expect(deadline - time.monotonic())
+                control.greet(address.secret, *parties, deadline - now(), purpose)
+                welcome = control.expect(deadline - now())
                 if not isinstance(welcome, Welcome):
                     raise TransferError(f"engine {card.engine} rank {rank} did not answer with a Welcome")
                 return control, welcome
             except PeerGone:  # strangers may have pushed this connection out again: so briefly that it pays
                 control.close()
-                if pause_s is None or time.monotonic() + pause_s >= deadline:
+                if pause_s is None or now() + pause_s >= deadline:
                     raise
-                threading.Event().wait(pause_s)
+                MONOTONIC.sleep(pause_s)
             except BaseException:
                 control.close()
                 raise

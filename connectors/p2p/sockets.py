@@ -12,13 +12,13 @@ import secrets
 import select
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import PeerGone, TransferTimeout
 from pdkv.kernels.stream import StreamArgs, stream
 
@@ -145,10 +145,10 @@ class Connection:
         _close_pipe(pipe)
 
     def _move(self, rows: Rows, limit: int, call: Callable[[Rows], int], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = MONOTONIC.now() + timeout_s
         try:
             while rows:
-                _limit(self.socket, limit, deadline - time.monotonic())
+                _limit(self.socket, limit, deadline - MONOTONIC.now())
                 moved = call(rows[:IOV_MAX])
                 if not moved:
                     raise PeerGone(f"{self.peer} closed the connection")
@@ -165,7 +165,7 @@ def stream_rows(args: StreamArgs, connections: Sequence[Connection], timeout_s: 
         args.fds[i] = connection.socket.fileno()
         with contextlib.suppress(OSError):  # closed: the call finds it, too
             _limit(connection.socket, socket.SO_SNDTIMEO if args.sends else socket.SO_RCVTIMEO, timeout_s)
-    args.deadline_ns = int((time.monotonic() + timeout_s) * 1e9)
+    args.deadline_ns = int((MONOTONIC.now() + timeout_s) * 1e9)
     number = stream(args)
     peer = connections[0].peer
     if number == errno.EAGAIN:

@@ -193,7 +193,8 @@ class P2PWorker(PushWorker):
         if pool is None:
             raise TransferCancelled("this engine stops")
         with self._registered:
-            self._registered.wait_for(lambda: key in self._known, min(offer.timeout_s, REGISTRATION_S))
+            until = self.clock.now() + min(offer.timeout_s, REGISTRATION_S)
+            self.clock.wait_for(self._registered, lambda: key in self._known, until)
         job, incoming = self.find_incoming(key)
         incoming.after.wait(min(offer.timeout_s, self._options.timeout_s))
         plan = plan_receiving(offer, incoming, pool)

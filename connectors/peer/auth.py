@@ -19,11 +19,11 @@ import hmac
 import secrets
 import socket
 import struct
-import time
 from typing import NamedTuple
 
 import msgspec
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import MalformedMessage, PeerGone, TransferTimeout, Unauthenticated
 from pdkv.wire.decoding import decode_total
 
@@ -212,7 +212,7 @@ def dial(
         PeerGone: the connection was closed.
         TransferTimeout: the other end is silent.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = MONOTONIC.now() + timeout_s
     hello = Hello(VERSION, channel, secrets.token_bytes(_NONCE_BYTES), source, target, timeout_s, purpose)
     body = _encoder.encode(hello)
     _send(connection, _frame(body), deadline)
@@ -259,7 +259,7 @@ def _greeting(greeting: _Greeting) -> bytes:
 
 def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
     try:
-        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        connection.settimeout(max(deadline - MONOTONIC.now(), 1e-3))
         connection.sendall(data)
     except TimeoutError:
         raise TransferTimeout("the other end did not read the greeting in time") from None
@@ -271,7 +271,7 @@ def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
         try:
-            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            connection.settimeout(max(deadline - MONOTONIC.now(), 1e-3))
             part = connection.recv(size - len(data))
         except TimeoutError:
             raise TransferTimeout("the other end did not answer the greeting in time") from None

@@ -12,15 +12,16 @@ import os
 import selectors
 import socket
 import struct
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Event
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.peer.auth import Acceptor, Session
 from pdkv.errors import Unauthenticated
 from pdkv.host.strangers import who_makes_room
+from pdkv.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class AuthListener:
         handshake_timeout_s: float,
         welcome: Callable[[socket.socket, Session, str], None],
         name: str,
+        clock: Clock = MONOTONIC,
     ) -> None:
         self.num_refused = 0  # strangers that did not know the secret, were late, or made room
         self._listeners = listeners
@@ -70,14 +72,14 @@ class AuthListener:
         self._welcome = welcome
         self._strangers: OrderedDict[int, _Stranger] = OrderedDict()  # by descriptor, the oldest first
         self._paused_until = 0.0
-        self._stopping = False
+        self._clock = clock
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = ServiceThread(self._run, lambda: os.eventfd_write(self._wake, 1), name)
         self._thread.start()
 
     @property
@@ -87,22 +89,18 @@ class AuthListener:
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and all strangers; False: it does not end in time. Idempotent."""
-        if not self._stopping:
-            self._stopping = True
-            os.eventfd_write(self._wake, 1)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive or self._thread.stop(timeout_s)
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, stopping: Event) -> None:
         try:
-            while not self._stopping:
+            while not stopping.is_set():
                 try:
                     self._turn()
                 except Exception:  # whatever it was, the next one is served
                     logger.exception("a connection could not be served")
-                    threading.Event().wait(_PAUSE_S)
+                    self._clock.wait(stopping, self._clock.now() + _PAUSE_S)
         finally:
             for stranger in list(self._strangers.values()):
                 self._close(stranger)
@@ -119,7 +117,7 @@ class AuthListener:
                 return
             elif (stranger := self._strangers.get(key.fd)) is not None:
                 self._hear(stranger)
-        now = time.monotonic()
+        now = self._clock.now()
         while self._strangers and (oldest := next(iter(self._strangers.values()))).deadline <= now:
             self._refuse(oldest, "the handshake took too long")
         if self._paused_until and now >= self._paused_until:
@@ -131,7 +129,7 @@ class AuthListener:
         """Seconds until the next deadline."""
         due = [next(iter(self._strangers.values())).deadline] if self._strangers else []
         due += [self._paused_until] if self._paused_until else []
-        return max(min(due) - time.monotonic(), 0.0) if due else None
+        return max(min(due) - self._clock.now(), 0.0) if due else None
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
@@ -152,7 +150,7 @@ class AuthListener:
                 self._refuse(self._strangers[crowd[0]], crowd[1])
             connection.setblocking(False)
             stranger = _Stranger(
-                connection, source, Acceptor(self._secret, self._channel), time.monotonic() + self._timeout_s
+                connection, source, Acceptor(self._secret, self._channel), self._clock.now() + self._timeout_s
             )
             self._strangers[connection.fileno()] = stranger
             self._selector.register(connection, selectors.EVENT_READ)
@@ -173,7 +171,7 @@ class AuthListener:
         logger.warning("cannot accept connections: %s", error.strerror)
         for listener in self._listeners:
             self._selector.unregister(listener)
-        self._paused_until = time.monotonic() + _PAUSE_S
+        self._paused_until = self._clock.now() + _PAUSE_S
 
     def _hear(self, stranger: _Stranger) -> None:
         try:

@@ -1,11 +1,11 @@
 """A load's digests: those of the source, which may still be on their way, against those of what has landed."""
 
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.peer.pull_piece import PullPiece
 from pdkv.connectors.transfer.digest import Tokens
@@ -91,7 +91,6 @@ class DigestCheck:
 
         A hand-off is faster than the digest of its last tokens, by a whole step where the source queues steps.
         """
-        pause = threading.Event()
         while (missing := (rows := self._read(self._units, self._generations)).counts < self.tokens.counts).any():
             try:
                 job.check()
@@ -100,5 +99,5 @@ class DigestCheck:
                 text = f"engine {load.engine} has no digests of {missing.sum()} of {missing.size} hash blocks"
                 raise TransferTimeout(text, transfer_id=load.key[0], attempt=load.key[1]) from None
             self._check_generations()  # of others there will be none
-            pause.wait(_LOOK_S)
+            MONOTONIC.sleep(_LOOK_S)
         return rows

@@ -6,8 +6,8 @@ digest that is on its way, so nothing waits for this thread: neither a step nor 
 
 import logging
 import queue
-import threading
 from collections.abc import Sequence
+from threading import Event
 
 import msgspec
 import numpy as np
@@ -19,8 +19,8 @@ from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.digest import PoolDigests, Tokens, cut_tokens, unit_tokens
 from pdkv.connectors.transfer.digest_table import DigestTable
 from pdkv.connectors.transfer.planning import IdBytes, Ids, as_ids
-from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S
 from pdkv.errors import TransferTimeout
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import ChecksumMode
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,7 @@ class SourceDigests:
         self.table = table
         self._pool = pool
         self._orders: queue.SimpleQueue[tuple[Sequence[DigestOrder], StepDone] | None] = queue.SimpleQueue()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="pdkv-digest", daemon=True)
+        self._thread = ServiceThread(self._run, lambda: self._orders.put(None), "pdkv-digest")
         self._thread.start()
 
     def put(self, orders: Sequence[DigestOrder], after: StepDone) -> None:
@@ -82,12 +81,10 @@ class SourceDigests:
 
     def close(self) -> None:
         """Idempotent."""
-        self._stopping = True
-        self._orders.put(None)
-        self._thread.join(JOIN_TIMEOUT_S)
+        self._thread.stop()
 
-    def _run(self) -> None:
-        while (news := self._orders.get()) is not None and not self._stopping:
+    def _run(self, stopping: Event) -> None:
+        while (news := self._orders.get()) is not None and not stopping.is_set():
             self.make(*news)
 
     def make(self, orders: Sequence[DigestOrder], after: StepDone) -> None:

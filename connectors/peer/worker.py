@@ -22,7 +22,7 @@ class PeerWorker(TransferWorker):
         timeout_s: float,
         lanes: LaneConfig,
     ) -> None:
-        super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
+        super().__init__(notify, timeout_s=timeout_s, lanes=lanes, clock=config.clock)
         self.config = config
         self.lanes_per_rank = 1
         self._load_numbers = count()

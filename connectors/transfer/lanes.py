@@ -8,12 +8,12 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import ConfigError, PdkvError
 
 logger = logging.getLogger(__name__)
@@ -139,9 +139,9 @@ class IOLanes(Generic[Item]):
             for lane in self._lanes.values():
                 for _ in range(lane.num_threads):
                     lane.items.put(None)
-        deadline = time.monotonic() + timeout_s
+        deadline = MONOTONIC.now() + timeout_s
         for thread in threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            thread.join(max(deadline - MONOTONIC.now(), 0.0))
             if thread.is_alive():
                 logger.error("thread %s does not end", thread.name)
 

@@ -69,12 +69,15 @@ class ServiceThread:
         self._wake()
         with self._lock:
             is_started = self._is_started
-        if not is_started or self.is_current:
-            return not is_started
-        self._thread.join(timeout_s)
+        if is_started and self.is_current:
+            return False
+        if is_started:
+            self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.error("thread %s does not end", self.name)
-        return not self._thread.is_alive()
+            return False
+        self._run, self._wake = _no_run, _no_wake  # its owner may go at once, with all that it holds
+        return True
 
     def _serve(self) -> None:
         try:
@@ -82,3 +85,11 @@ class ServiceThread:
         except BaseException as error:
             self.failure = error
             logger.exception("thread %s ended with an error", self.name)
+
+
+def _no_run(stopping: threading.Event) -> None:
+    pass
+
+
+def _no_wake() -> None:
+    pass

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -100,3 +101,14 @@ def test_it_may_stop_itself() -> None:
     thread._thread.join(60)
     assert stopped == [False]
     assert thread.stop()
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_its_owner_is_free_when_it_has_ended(is_started: bool) -> None:
+    server = Server()
+    if is_started:
+        server.thread.start()
+    assert server.thread.stop()
+    owner = weakref.ref(server)
+    del server
+    assert owner() is None

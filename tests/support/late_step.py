@@ -5,7 +5,7 @@ import threading
 from pdkv.connectors.step_done import StepDone
 from pdkv.errors import TransferTimeout
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class LateStep(StepDone):

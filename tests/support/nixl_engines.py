@@ -3,26 +3,19 @@
 What a token's KV must be is a function of its number, so that any process can say whether it is right.
 """
 
-import atexit
-import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TextIO
 
 import msgspec
 import torch
-from traffic import stop_process
+from nursery import Forked, run_nursery
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import (
     ConfirmedRange,
     ConnectorConfig,
@@ -35,7 +28,7 @@ from pdkv.connectors.registry import make_connector
 from pdkv.connectors.step_done import StepDone
 from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 NUM_BLOCKS = 64
 HEADS = 4
 
@@ -64,6 +57,7 @@ class Rank:
         options: dict[str, str] | None = None,
         own_pool: bool = True,
         kv_checksum: ChecksumMode = "on",
+        clock: Clock = MONOTONIC,
     ) -> None:
         """`own_pool`: the connector may allocate it."""
         self.name, self.epoch, self.rank = name, epoch, rank
@@ -71,7 +65,7 @@ class Rank:
         self._woken = threading.Semaphore(0)
         config = ConnectorConfig(
             engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options or {}, model="m",
-            rank=rank, tp=tp, kv_checksum=kv_checksum,
+            rank=rank, tp=tp, kv_checksum=kv_checksum, clock=clock,
         )  # fmt: skip
         self.num_blocks = num_blocks
         self.connector = make_connector("nixl", config, self._woken.release)
@@ -246,53 +240,18 @@ def awaiting(handoff: KVHandoff) -> RequestView:
 # --- in a process of its own --------------------------------------------------------------------------------------
 
 
-class _Nursery:
-    """A process that has imported torch and forks an engine's process for every datagram that it gets."""
-
-    def __init__(self) -> None:
-        self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen([sys.executable, __file__, str(there.fileno())], pass_fds=[there.fileno()])
-        there.close()
-
-    def fork(self, arguments: str) -> tuple[int, socket.socket]:
-        """(pid, the socket on which the engine obeys)."""
-        mine, theirs = socket.socketpair()
-        socket.send_fds(self._control, [arguments.encode()], [theirs.fileno()])
-        theirs.close()
-        return int(self._control.recv(64)), mine
-
-    def close(self) -> None:
-        """End it."""
-        self._control.close()
-        self._process.wait()
-
-
-@cache
-def _nursery() -> _Nursery:
-    nursery = _Nursery()
-    atexit.register(nursery.close)
-    return nursery
-
-
-class RemoteEngine:
+class RemoteEngine(Forked):
     """An Engine in a process of its own: calls by name, arguments and answers as JSON."""
 
     def __init__(self, name: str, **arguments: Any) -> None:
+        super().__init__(__file__, {"name": name, **arguments})
         self.name = name
-        self.pid, self._socket = _nursery().fork(json.dumps({"name": name, **arguments}))
-        self._socket.settimeout(60.0)
-        self._answers = self._socket.makefile("r")
-        self.card = msgspec.msgpack.decode(bytes.fromhex(self._answer()), type=EngineCard)
+        self.card = msgspec.msgpack.decode(bytes.fromhex(self.said), type=EngineCard)
         self.epoch = self.card.epoch
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the engine; arguments are plain values."""
-        self.tell(method, *arguments, **named)
-        return self._answer()
-
-    def tell(self, method: str, *arguments: Any, **named: Any) -> None:
-        """The same without waiting."""
-        self._socket.sendall(json.dumps([method, arguments, named]).encode() + b"\n")
+        return self.ask(method, arguments, named)
 
     def meet(self, *cards: EngineCard) -> None:
         """These peers are there and no others."""
@@ -308,42 +267,6 @@ class RemoteEngine:
     ) -> None:
         """Confirm tokens [start, stop) of a prompt that is to be pushed."""
         self.call("push", transfer_id, (ticket or b"").hex(), list(block_ids), start, stop, last=last)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, and wait until it is stopped or has ended where that is what the signal does."""
-        with contextlib.suppress(ProcessLookupError):
-            stop_process(self.pid) if number == signal.SIGSTOP else os.kill(self.pid, number)
-        if number == signal.SIGKILL:
-            self._wait_for_end()
-
-    def close(self) -> None:
-        """End it: by itself where it still can."""
-        self.signal(signal.SIGCONT)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-        try:
-            self._wait_for_end()
-        finally:
-            self.signal(signal.SIGKILL)
-            self._answers.close()
-            self._socket.close()
-
-    def _wait_for_end(self) -> None:
-        """Its end of the socket closes with it."""
-        with contextlib.suppress(ConnectionResetError):
-            while self._answers.readline():
-                pass
-
-    def _answer(self) -> Any:
-        return json.loads(self._answers.readline())
-
-
-def _serve(engine: Engine, lines: TextIO, answers: TextIO) -> None:
-    """Obey lines until they end. Two files: one for both would forget, at each answer, what it has read ahead."""
-    for line in lines:
-        method, arguments, named = json.loads(line)
-        answers.write(json.dumps(_obey(engine, method, arguments, named)) + "\n")
-        answers.flush()
 
 
 def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, Any]) -> Any:
@@ -372,40 +295,15 @@ def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, An
     return None
 
 
-def _run_nursery(control: socket.socket) -> None:
-    """Fork until the control socket ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, 64 * 1024, 1)
-        if not data:
-            return
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            _live(json.loads(data), socket.socket(fileno=fds[0]))
-        os.close(fds[0])
-        control.send(str(pid).encode())
-
-
-def _live(wanted: dict[str, Any], channel: socket.socket) -> None:
-    """The life of an engine's process; never returns."""
-    code = 1
-    try:
-        if "layout" in wanted:
-            wanted["layout"] = msgspec.convert(wanted["layout"], KVLayout)
-        engine = Engine(**wanted)
-        with channel.makefile("r") as lines, channel.makefile("w") as answers:
-            answers.write(json.dumps(msgspec.msgpack.encode(engine.card).hex()) + "\n")
-            answers.flush()
-            _serve(engine, lines, answers)
-        engine.close()
-        code = 0
-    except BaseException:  # the process ends here: nobody above could report it
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+def _live(wanted: dict[str, Any], lines: TextIO, say: Callable[[Any], None]) -> None:
+    """Obey lines until they end."""
+    if "layout" in wanted:
+        wanted["layout"] = msgspec.convert(wanted["layout"], KVLayout)
+    engine = Engine(**wanted)
+    say(msgspec.msgpack.encode(engine.card).hex())
+    for line in lines:
+        say(_obey(engine, *json.loads(line)))
+    engine.close()
 
 
 @contextmanager
@@ -425,4 +323,4 @@ def closing() -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    _run_nursery(socket.socket(fileno=int(sys.argv[1])))
+    run_nursery(_live)

@@ -1,26 +1,22 @@
 """A process that has a NIXL agent and one registered region, for tests of real peers.
 
-Arguments: agent name, bytes, and the number that fills the region. It prints its metadata and its region as JSON.
-Then it obeys lines on stdin: "hear" prints the messages so far, "say PEER TEXT" sends one, "know NAME METADATA"
-connects, "bytes A B" prints data[A:B], "end" ends it.
+It is forked (nursery.py), and says its metadata and its region first. Then it obeys: ["hear"] answers with the messages
+so far, one at least, ["say", peer, text] sends one, ["know", name, metadata] connects.
 """
 
 import base64
 import json
 import queue
-import sys
 import threading
+from collections.abc import Callable
+from typing import Any, TextIO
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from nursery import run_nursery
 
 from pdkv.connectors.nixl.agent import Memory, Message, NixlAgent
-
-
-def answer(value: object) -> None:
-    """One line of JSON."""
-    print(json.dumps(value), flush=True)
 
 
 class Listening:
@@ -47,46 +43,26 @@ class Listening:
         self.agent.close()
 
 
-class Peer:
-    """What an agent may be told."""
-
-    def __init__(self, name: str, size: int, fill: int) -> None:
-        self.listening = Listening(name, size, fill)
-        self.agent, self.data = self.listening.agent, self.listening.data
-        metadata = base64.b64encode(self.agent.metadata()).decode()
-        answer({"metadata": metadata, "region": msgspec.to_builtins(self.listening.region)})
-
-    def hear(self) -> None:
-        """Wait for one message at least."""
-        messages = [self.listening.messages.get(timeout=10)]
-        while not self.listening.messages.empty():
-            messages.append(self.listening.messages.get())
-        answer([[message.peer, message.data.decode("latin-1")] for message in messages])
-
-    def obey(self, line: str) -> None:
-        """Carry one command out and answer it."""
-        match line.split():
+def live(arguments: list[Any], lines: TextIO, say: Callable[[Any], None]) -> None:
+    """An agent (name, bytes, the number that fills them) that obeys until the lines end."""
+    listening = Listening(*arguments)
+    agent = listening.agent
+    say([base64.b64encode(agent.metadata()).decode(), msgspec.to_builtins(listening.region)])
+    for line in lines:
+        match json.loads(line):
             case ["hear"]:
-                self.hear()
+                messages = [listening.messages.get(timeout=60)]
+                while not listening.messages.empty():
+                    messages.append(listening.messages.get())
+                say([[message.peer, message.data.decode("latin-1")] for message in messages])
             case ["say", peer, text]:
-                self.agent.send(peer, text.encode())
-                answer("said")
+                agent.send(peer, text.encode())
+                say(None)
             case ["know", name, metadata]:
-                self.agent.connect(name, base64.b64decode(metadata))
-                answer("known")
-            case ["bytes", start, stop]:
-                answer(self.data[int(start) : int(stop)].tolist())
-
-
-def main() -> None:
-    """Serve until "end"."""
-    peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    for line in sys.stdin:
-        if line.strip() == "end":
-            break
-        peer.obey(line)
-    peer.listening.close()
+                agent.connect(name, base64.b64decode(metadata))
+                say(None)
+    listening.close()
 
 
 if __name__ == "__main__":
-    main()
+    run_nursery(live)

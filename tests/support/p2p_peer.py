@@ -1,19 +1,18 @@
-"""A p2p engine in a process of its own, for p2p/test_processes.py: does what it is told, line by line, as JSON.
+"""A p2p engine in a process of its own (nursery.py), for p2p/test_processes.py; the first that it says is its card.
 
-Arguments: name, epoch, tp, block size, number of blocks, options as JSON. The first line that it prints is its card.
 Commands: ["become", epoch, tp, block size] for another card, ["meet", cards],
 ["want", transfer, blocks, tokens, start], ["give", transfer, blocks, tokens, ticket, last],
 ["fill", blocks, tokens, seed], ["check", blocks, tokens, seed, start], ["outcome", kind, transfer].
-Each is answered by JSON.
 """
 
 import base64
 import json
-import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TextIO
 
 import msgspec
 import torch
+from nursery import run_nursery
 from push_rig import PushEngine, full_kv, make_layout, view
 
 from pdkv.connectors.p2p.connector import P2PConnector
@@ -68,22 +67,21 @@ def act(engine: PushEngine, command: str, *arguments: Any) -> Any:
     return None
 
 
-def main() -> None:
-    """Serve until standard input ends."""
-    torch.set_num_threads(1)
-    name, epoch, tp, block_size, num_blocks, options = sys.argv[1:]
-    process = Process(name, int(num_blocks), json.loads(options))
-    print(process.become(epoch, int(tp), int(block_size)), flush=True)
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
+def live(arguments: list[Any], lines: TextIO, say: Callable[[Any], None]) -> None:
+    """Obey until the lines end."""
+    name, num_blocks, options, *shape = arguments
+    process = Process(name, num_blocks, options)
+    say(process.become(*shape))
+    for line in lines:
+        command, *words = json.loads(line)
         if command == "become":
-            answer = process.become(*arguments)
+            say(process.become(*words))
         else:
             assert process.engine is not None
-            answer = act(process.engine, command, *arguments)
-        print(json.dumps(answer), flush=True)
+            say(act(process.engine, command, *words))
     process.close()
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    run_nursery(live)

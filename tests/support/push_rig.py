@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import (
     BlockTables,
     ConfirmedRange,
@@ -32,7 +33,7 @@ from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.errors import KVCorrupted
 from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 4, 8
 
 
@@ -71,6 +72,7 @@ class RankedEngine:
         num_blocks: int = 64,
         model: str = "m",
         kv_checksum: ChecksumMode = "on",
+        clock: Clock = MONOTONIC,
         **options: str,
     ) -> None:
         self.layout = layout or make_layout(tp)
@@ -87,6 +89,7 @@ class RankedEngine:
             model=model,
             tp=tp,
             kv_checksum=kv_checksum,
+            clock=clock,
         )
         configs = [msgspec.structs.replace(config, rank=rank) for rank in range(tp)]
         self.connectors = [connector(config, self.woken.release) for config in configs]

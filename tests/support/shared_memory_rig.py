@@ -19,7 +19,7 @@ from pdkv.connectors.step_done import StepDone
 from pdkv.kernels import pool_copy
 from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def make_layout(block_size: int = 16, **changes: Any) -> KVLayout:

@@ -36,7 +36,7 @@ def start_peer() -> Iterator[Callable[..., Peer]]:
 
     yield start
     for peer in peers:
-        peer.kill()
+        peer.close()
 
 
 def copy(
@@ -161,7 +161,7 @@ def test_a_peer_that_is_stopped_times_out_and_can_be_met_again(own: Own, start_p
     peer.signal(signal.SIGSTOP)
     own.agent.connect(peer.name, peer.metadata)
     with pytest.raises(TransferTimeout):
-        copy(own, peer, timeout_s=0.3)
+        copy(own, peer, timeout_s=0.0)
     assert not own.agent.is_connected(peer.name)
     peer.signal(signal.SIGCONT)
     meet(own, peer)
@@ -204,7 +204,7 @@ def test_who_disconnects_does_not_wait_for_a_transfer_that_does_not_look(
 
     def hold() -> None:
         began.set()
-        assert may_look.wait(WAIT_S)
+        assert may_look.wait(2 * WAIT_S)
 
     def transfer() -> None:
         try:
@@ -218,7 +218,7 @@ def test_who_disconnects_does_not_wait_for_a_transfer_that_does_not_look(
     said: list[bool] = []
     message_thread = threading.Thread(target=lambda: said.append(own.agent.disconnect(peer.name)), daemon=True)
     message_thread.start()
-    message_thread.join(WAIT_S / 4)
+    message_thread.join(WAIT_S)
     still_waits = message_thread.is_alive()
     may_look.set()
     waiting.join(WAIT_S)

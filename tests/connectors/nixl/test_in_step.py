@@ -9,6 +9,8 @@ from nixl_rig import needs_nixl
 from traffic import wait_until_true
 
 from pdkv.connectors.base import ScheduledRange, SchedulerView
+from pdkv.connectors.nixl.receiver import _GRACE_S
+from pdkv.testing import VirtualClock
 
 pytestmark = needs_nixl
 
@@ -82,8 +84,8 @@ def test_every_layer_arrives(make: Any, options: dict[str, str], prefill_shape: 
 
 def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make: Any) -> None:
     """F1: what is computed afterwards is not read any more."""
-    options = {"mode": "push"}
-    prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
+    options, clock = {"mode": "push", "transfer_timeout_s": "60"}, VirtualClock()
+    prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options, clock=clock)
     prefill.meet(decode.card)
     decode.meet(prefill.card)
     blocks = list(range(13))
@@ -98,6 +100,8 @@ def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make: Any) -> None
     assert decode.outcome("t").code == "transfer_cancelled"
     before = decode.ranks[0].kv.clone()
     compute(prefill, meta, content, range(1, prefill.layout.num_layers))
+    wait_until_true(lambda: decode.ranks[0].worker._receiver._early, "an offer is here")
+    clock.advance(2 * _GRACE_S)
     assert prefill.outcome("t/1").code == "kv_not_found"
     assert sender.num_open_jobs == 0
     assert bool((decode.ranks[0].kv == before).all())

@@ -11,10 +11,12 @@ from nixl_engines import WAIT_S, Engine, closing, view
 from nixl_rig import needs_nixl
 from traffic import wait_until_true
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.nixl import receiver
 from pdkv.connectors.nixl.wire import OfferDigests, Wire
 from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.errors import KVCorrupted, TransferCancelled, TransferError
+from pdkv.testing import VirtualClock
 from pdkv.wire.messages import EngineCard
 
 pytestmark = needs_nixl
@@ -28,9 +30,10 @@ def engines() -> Iterator[Any]:
         yield make
 
 
-def pair(make: Any, path: str = "arena", **options: str) -> tuple[Engine, Engine]:
-    """(prefill, decode), which know each other; prefill has a prompt."""
-    prefill, decode = (make(Engine, name, options={"mode": "push", "path": path, **options}) for name in "pd")
+def pair(make: Any, path: str = "arena", clock: Clock = MONOTONIC) -> tuple[Engine, Engine]:
+    """(prefill, decode), which know each other; prefill has a prompt. `clock`: decode's."""
+    options = {"mode": "push", "path": path, "transfer_timeout_s": "60"}
+    prefill, decode = (make(Engine, name, options=options, clock=c) for name, c in (("p", MONOTONIC), ("d", clock)))
     prefill.meet(with_digests(decode))
     decode.meet(with_digests(prefill))
     prefill.fill(SOURCE, TOKENS, 1)
@@ -136,11 +139,15 @@ def test_what_comes_without_its_digests_is_damaged(
 ) -> None:
     """As where they differ; the next one is sound."""
     change, what = LIES[lie]
-    prefill, decode = pair(make, path, transfer_timeout_s="1" if lie in ("never", "of another offer") else "20")
+    clock = VirtualClock()
+    prefill, decode = pair(make, path, clock)
     send = prefill.ranks[0].worker.rank.endpoint.send
     tamper(prefill, change)
     with caplog.at_level(logging.WARNING):
         push(prefill, decode)
+        if lie in ("never", "of another offer"):
+            wait_until_true(lambda: any(arrival.read for arrival in opened(decode)), "the offer has been read")
+            clock.advance(60.0)
         assert decode.outcome("t").code == KVCorrupted.code
     assert f"transfer t, attempt 1: tokens [0, {TOKENS})" in caplog.text
     assert what in caplog.text

@@ -23,10 +23,13 @@ from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.p2p.pieces import PiecePool
 from pdkv.connectors.p2p.sockets import listen
 from pdkv.connectors.p2p.wire import FRAMES_VERSION, Address, Control, Welcome
+from pdkv.connectors.p2p.worker import REGISTRATION_S
 from pdkv.connectors.peer.auth import Party
+from pdkv.connectors.peer.push_worker import RECEIVE_TIMEOUT_S
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.errors import ConfigError, StaleEpoch
 from pdkv.host.strangers import MAX_STRANGERS
+from pdkv.testing import VirtualClock
 
 torch.set_num_threads(1)
 
@@ -194,10 +197,14 @@ def test_a_ticket_beyond_its_bound_fails_the_load_at_once(make_engine: Engines) 
 )
 def test_tickets_that_cannot_be_served_fail_with_a_type(make_engine: Engines, ticket: Any, code: str) -> None:
     """F2, F15: whatever stands in a ticket, both engines go on."""
-    prefill, decode = pair(make_engine)
+    clock = VirtualClock()
+    prefill, decode = pair(make_engine, clock=clock)
     before = decode.pools[0].clone()
     data = ticket if isinstance(ticket, bytes) else msgspec.msgpack.encode(ticket)
     prefill.give(view("t", kv="handoff", num_tokens=40, ticket=data), [9, 3, 1], 40)
+    if ticket[:3] == ["d", "1", "t"] and ticket[3:6] == [1, 0, 40]:
+        clock.until_waiting()  # the receiver may not have heard of it yet
+        clock.advance(REGISTRATION_S)
     assert prefill.outcome("sending", ("t", 1)).code == code
     assert torch.equal(decode.pools[0], before)
     move(prefill, decode, "u")
@@ -333,11 +340,13 @@ def test_a_dropped_request_is_forgotten_by_every_rank(make_engine: Engines) -> N
 def test_a_stalled_sender_fails_the_receive_at_its_deadline(
     make_engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = pair(make_engine, timeout_s="3")
+    clock = VirtualClock()
+    prefill, decode = pair(make_engine, timeout_s="60", clock=clock)
     move(prefill, decode)
     gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "s", [9, 3, 1], [0, 1, 2], 40)
     gate.wait()
+    clock.advance(RECEIVE_TIMEOUT_S)
     assert decode.outcome("receiving", ("s", 1)).code == "transfer_timeout"
     gate.opened.set()
     assert prefill.outcome("sending", ("s", 1)).code in ("transfer_timeout", "peer_gone")
@@ -413,7 +422,7 @@ def greeted(listening: PushEngine, **changes: Any) -> tuple[socket.socket, Contr
 
 def test_garbage_is_refused_and_nobody_else_notices(make_engine: Engines) -> None:
     """F17: whatever comes on the socket, the next peer can connect."""
-    prefill, decode = pair(make_engine, handshake_timeout_s="3")
+    prefill, decode = pair(make_engine, handshake_timeout_s="60")
     address, listener = address_of(decode), decode.workers[0].listener
     junk = [
         b"", b"\0", b"\xff" * 4, b"\0\0", b"\1\0\xc1", b"\x64\0" + os.urandom(100), b"GET / HTTP/1.1\r\n\r\n",
@@ -439,7 +448,7 @@ def test_who_means_another_incarnation_is_told(make_engine: Engines, changes: di
 
 
 def test_a_peer_that_greets_and_then_talks_nonsense_is_dropped(make_engine: Engines) -> None:
-    prefill, decode = pair(make_engine, handshake_timeout_s="3")
+    prefill, decode = pair(make_engine, handshake_timeout_s="60")
     listener = decode.workers[0].listener
     connection, control = greeted(decode)
     with connection:
@@ -454,7 +463,7 @@ def test_a_peer_that_greets_and_then_talks_nonsense_is_dropped(make_engine: Engi
 
 def test_idle_strangers_keep_no_peer_out_and_hold_a_bounded_number_of_descriptors(make_engine: Engines) -> None:
     """64 of them used to close every new link: each transfer failed and was computed again."""
-    prefill, decode = pair(make_engine, handshake_timeout_s="10")
+    prefill, decode = pair(make_engine, handshake_timeout_s="60")
     address, listener = address_of(decode), decode.workers[0].listener.auth_listener
     with contextlib.ExitStack() as strangers:
         for i in range(1000):

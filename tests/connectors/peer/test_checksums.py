@@ -17,6 +17,7 @@ from pdkv.connectors.peer.push_worker import PushPiece
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVCorrupted, KVNotFound, PeerGone, TransferTimeout
+from pdkv.testing import VirtualClock
 from pdkv.wire.messages import ChecksumMode
 
 NUM_TOKENS = 75
@@ -32,7 +33,7 @@ def pull(source: PullEngine, reader: PullEngine, name: str = "t") -> str:
 
 @contextmanager
 def pair(
-    tp: tuple[int, int] = (1, 1), modes: tuple[ChecksumMode, ChecksumMode] = ("on", "on"), **options: str
+    tp: tuple[int, int] = (1, 1), modes: tuple[ChecksumMode, ChecksumMode] = ("on", "on"), **options: Any
 ) -> Iterator[tuple[PullEngine, PullEngine]]:
     """(source, reader), which know each other."""
     source, reader = (
@@ -80,9 +81,17 @@ def test_a_damaged_pull_fails_with_both_engines_names(
 
 
 def test_a_source_that_makes_no_digests_is_not_believed() -> None:
-    with pair(load_timeout_s="0.2") as (source, reader):
+    clock, asked = VirtualClock(), threading.Event()
+    with pair(clock=clock) as (source, reader):
         source.workers[0].source_digests.close()
-        assert pull(source, reader) == TransferTimeout.code
+        worker = reader.workers[0]
+        read_digests = worker.read_digests
+        worker.read_digests = lambda *arguments: (asked.set(), read_digests(*arguments))[1]
+        source.fill(SOURCE, full_kv(NUM_TOKENS, source.layout))
+        reader.load(source.hand_off("t", SOURCE, NUM_TOKENS), TARGET)
+        assert asked.wait(WAIT_S)
+        clock.advance(worker.timeout_s)
+        assert reader.outcome("receiving", ("t", 1)).code == TransferTimeout.code
 
 
 @pytest.mark.parametrize("modes", [("off", "on"), ("on", "off"), ("off", "off")], ids="-".join)

@@ -31,7 +31,7 @@ from pdkv.wire.messages import EngineCard, KVLayout
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_size=32, block_size=16, dtype="bfloat16", dtype_bytes=2)
 NUM_BLOCKS = 64
-_WAIT_S = 20.0
+_WAIT_S = 60.0
 
 
 class Peer:

@@ -1,5 +1,7 @@
 """Copies between two pools: every byte at its place, nothing else touched, nothing from beside a pool."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,13 @@ from pdkv.kernels import host
 from pdkv.wire.messages import KVLayout
 
 
+@cache
+def _noise(num_bytes: int, seed: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
 def _pool(num_blocks: int, block_bytes: int, seed: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
+    return _noise(num_blocks * block_bytes, seed).reshape(num_blocks, block_bytes).copy()
 
 
 def _layout(block_size: int = 16, num_heads: int = 2, head_size: int = 4, num_layers: int = 3) -> KVLayout:

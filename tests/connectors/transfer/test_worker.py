@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey, TransferOutcome
 from pdkv.connectors.transfer.lanes import SHARED_LANE, LaneConfig
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, PeerGone, TransferError
+from pdkv.testing import VirtualClock
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 KEY: TransferKey = ("t", 1)
 
 
@@ -27,12 +29,12 @@ class Gate:
 
 
 class GateWorker(TransferWorker):
-    def __init__(self, *, timeout_s: float = WAIT_S, **lanes: Any) -> None:
+    def __init__(self, *, timeout_s: float = WAIT_S, clock: Clock = MONOTONIC, **lanes: Any) -> None:
         self.woken = threading.Semaphore(0)
         self.interrupted: list[Any] = []
         self.lets_go = True
         self.closed: list[Any] = []
-        super().__init__(self.woken.release, timeout_s=timeout_s, lanes=LaneConfig(**lanes))
+        super().__init__(self.woken.release, timeout_s=timeout_s, lanes=LaneConfig(**lanes), clock=clock)
         self.start_threads()
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
@@ -288,21 +290,25 @@ def test_a_job_that_becomes_posted_is_ended_by_its_transport(make_worker: Callab
 
 
 def test_deadlines_end_queued_and_posted_jobs_and_stop_running_ones(make_worker: Callable[..., GateWorker]) -> None:
-    worker = make_worker(timeout_s=0.05)
+    clock = VirtualClock()
+    worker = make_worker(timeout_s=5.0, clock=clock)
     running = Gate(is_open=False)
-    (job,) = worker.submit(KEY, "receive", [Task(running, timeout_s=2.0)])
+    (job,) = worker.submit(KEY, "receive", [Task(running, timeout_s=8.0)])
     assert running.reached.wait(WAIT_S)
     worker.submit(("queued", 1), "receive", [Task(Gate())])
     worker.submit(("posted", 1), "receive", [Task(None, posted=True)])
-    found: dict[TransferKey, TransferOutcome] = {}
-    while set(found) != {("queued", 1), ("posted", 1)} or not job.stop_code:
-        found |= worker.get_finished().failed_receiving
-        worker.woken.acquire(timeout=0.01)
+    clock.advance(4.9)
+    assert not worker.get_finished()
+    clock.advance(0.1)
+    found = worker.next_results()["failed_receiving"]
+    assert {key: outcome.code for key, outcome in found.items()} == dict.fromkeys(
+        [("queued", 1), ("posted", 1)], "transfer_timeout"
+    )
+    assert not job.stop_code
+    clock.advance(3.0)
+    assert not worker.get_finished()  # it has to stop, and has not yet
     running.opened.set()
-    while KEY not in found:
-        found |= worker.get_finished().failed_receiving
-        worker.woken.acquire(timeout=0.01)
-    assert {outcome.code for outcome in found.values()} == {"transfer_timeout"}
+    assert worker.next_results()["failed_receiving"][KEY].code == "transfer_timeout"
 
 
 def test_an_unexpected_error_fails_the_job_and_not_the_thread(

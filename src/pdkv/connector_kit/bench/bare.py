@@ -5,7 +5,6 @@ than the last-level cache, in turns.
 """
 
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.kernels import host
@@ -133,9 +133,9 @@ class BareSide:
             transport.send(command.in_pieces, command.timeout_s)
             return p.Seconds(0.0)
         transport.prepare()
-        start = time.perf_counter()
+        start = MONOTONIC.now()
         transport.fetch(command.in_pieces, command.timeout_s)
-        return p.Seconds(time.perf_counter() - start)
+        return p.Seconds(MONOTONIC.now() - start)
 
     def close(self) -> None:
         """Give everything back."""

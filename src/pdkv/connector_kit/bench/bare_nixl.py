@@ -1,11 +1,11 @@
 """Bare NIXL: one READ of registered memory; in pieces, one descriptor for each."""
 
 import threading
-import time
 
 import msgspec
 import numpy as np
 
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.bench.bare import BareTransport
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connectors.nixl.agent import Memory, NixlAgent
@@ -46,7 +46,7 @@ class NixlRead(BareTransport):
             sources, targets, size = self.source_offsets, self.target_offsets, self.piece_bytes
         local = self._memory.pieces(targets + self.slot(), size)
         remote = self._peer.memory.pieces(sources + self.slot(), size)
-        self._agent.read(self._peer.agent, local, remote, deadline=time.monotonic() + timeout_s)
+        self._agent.read(self._peer.agent, local, remote, deadline=MONOTONIC.now() + timeout_s)
 
     def close(self) -> None:
         self._ending.set()

@@ -1,10 +1,10 @@
 """Slows a connector's transport down: its I/O threads wait, as they would for a slow peer."""
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
 from pdkv.connectors.peer.push_worker import PushPiece, PushWorker
 from pdkv.connectors.transfer.worker import Job, TransferWorker
@@ -45,7 +45,7 @@ class _SlowJobs:
 
     def _wait(self, num_bytes: int) -> None:
         with self._wire:
-            self._ended.wait(num_bytes / self._rate)
+            MONOTONIC.wait(self._ended, MONOTONIC.now() + num_bytes / self._rate)
 
 
 def _push_bytes(worker: TransferWorker, piece: PushPiece) -> int:
@@ -73,7 +73,7 @@ class _SlowResults:
         self._withheld = [(0.0, *rest) for _, *rest in self._withheld]  # type: ignore[misc]
 
     def _release(self) -> TransferResults:
-        now = time.monotonic()
+        now = MONOTONIC.now()
         for index, outcomes in enumerate(self._get_finished()):
             for key, outcome in outcomes.items():
                 self._free_at = max(self._free_at, now) + outcome.num_bytes / self._rate

@@ -9,6 +9,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.bench.throttle import throttle
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Values
@@ -27,12 +28,12 @@ class TimedCalls(StepWatch):
 
     def call(self, name: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call, and record how long it took: cpu_s + blocked_s."""
-        start, cpu = time.perf_counter(), time.thread_time()
+        start, cpu = MONOTONIC.now(), time.thread_time()
         try:
             return function(*arguments)
         finally:
             cpu = time.thread_time() - cpu
-            self.records.append(p.CallRecord(name, max(time.perf_counter() - start - cpu, 0.0), cpu, []))
+            self.records.append(p.CallRecord(name, max(MONOTONIC.now() - start - cpu, 0.0), cpu, []))
 
 
 class TimedRank(HostedRank):
@@ -91,9 +92,9 @@ class TimedRank(HostedRank):
 
     def _execute(self, step: p.Execute) -> p.Executed:
         self._woken.clear()
-        began = time.monotonic()
+        began = MONOTONIC.now()
         executed = super()._execute(step)
-        return msgspec.structs.replace(executed, began=began, ended=time.monotonic())
+        return msgspec.structs.replace(executed, began=began, ended=MONOTONIC.now())
 
     def _compute_layer(self, step: p.Execute, layer: int, meta: KVConnectorMetadata) -> None:
         worker, call = self._worker, self._watch.call
@@ -105,7 +106,7 @@ class TimedRank(HostedRank):
             call("save_kv_layer", worker.save_kv_layer, layer, self._pool, meta)
 
     def _report(self, results: TransferResults) -> p.Executed:
-        now = time.monotonic()
+        now = MONOTONIC.now()
         for outcomes in results:
             self._ended.update(dict.fromkeys(outcomes, now))
         return p.Executed(p.as_dicts(results), [])
@@ -113,7 +114,7 @@ class TimedRank(HostedRank):
     def _await(self, keys: list[TransferKey], timeout_s: float) -> p.Executed:
         """Results as they come, until all of `keys` are among them; `ended` is when the last of them was."""
         worker: WorkerConnector = self._worker
-        deadline = time.monotonic() + timeout_s
+        deadline = MONOTONIC.now() + timeout_s
         reports: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
         self._awaiting = True
         try:
@@ -122,10 +123,10 @@ class TimedRank(HostedRank):
                 report = self._report(self._watch.call("get_finished", worker.get_finished)).results
                 for outcomes, more in zip(reports, report, strict=True):
                     outcomes.update(more)
-                if all(key in self._ended for key in keys) or time.monotonic() >= deadline:
+                if all(key in self._ended for key in keys) or MONOTONIC.now() >= deadline:
                     break
                 pending = self._scheduler is not None and self._scheduler.has_pending_work
-                self._woken.wait(0.0 if pending else min(deadline - time.monotonic(), 0.5))
+                MONOTONIC.wait(self._woken, 0.0 if pending else min(deadline, MONOTONIC.now() + 0.5))
         finally:
             self._awaiting = False
         ended = [self._ended[key] for key in keys if key in self._ended]
@@ -157,7 +158,7 @@ def _products_in(seconds: float) -> int:
     best = float("inf")
     _multiply(10)
     for _ in range(5):
-        start = time.perf_counter()
+        start = MONOTONIC.now()
         _multiply(20)
-        best = min(best, (time.perf_counter() - start) / 20)
+        best = min(best, (MONOTONIC.now() - start) / 20)
     return max(1, round(seconds / best))

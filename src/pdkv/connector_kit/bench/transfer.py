@@ -15,7 +15,7 @@ _BETWEEN_STEPS = frozenset({"update_peers"})
 
 
 class Span(NamedTuple):
-    """First begin and last end over all ranks, by time.monotonic()."""
+    """First begin and last end over all ranks, by the monotonic clock."""
 
     began: float
     ended: float

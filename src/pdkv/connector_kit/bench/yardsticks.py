@@ -1,6 +1,5 @@
 """What a connector is compared with: memcpy, and its bare transport."""
 
-import time
 from statistics import median
 from types import TracebackType
 from typing import Self
@@ -8,6 +7,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.bench.bare import BARE_SIDE, bare_of
 from pdkv.connector_kit.bench.plan import TIMEOUT_S, Plan, plan_bytes, store_values
 from pdkv.connector_kit.rig import protocol as p
@@ -29,9 +29,9 @@ class Memcpy:
     def seconds(self) -> float:
         """Seconds of one copy."""
         slot = self._turn = (self._turn + 1) % self._num_slots
-        start = time.perf_counter()
+        start = MONOTONIC.now()
         self._target[slot] = self._source[slot]
-        return time.perf_counter() - start
+        return MONOTONIC.now() - start
 
 
 class Bare:

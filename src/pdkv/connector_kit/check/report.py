@@ -1,7 +1,6 @@
 """Runs the kit on one connector and reports the result, for people and for programs."""
 
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from typing import Literal, TextIO
 
 import msgspec
 
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.check.cases import CASES, Case
 from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
@@ -133,7 +133,7 @@ def _probe(setting: Setting) -> None:
 
 
 def _run(case: Case, setting: Setting) -> CaseReport:
-    start = time.monotonic()
+    start = MONOTONIC.now()
     status: Status = "passed"
     detail = ""
     try:
@@ -146,7 +146,7 @@ def _run(case: Case, setting: Setting) -> CaseReport:
         where = traceback.extract_tb(error.__traceback__)[-1]
         detail = str(error) or f"{type(error).__name__} at {where.name}:{where.lineno}"
         status = "failed"
-    return CaseReport(case.name, status, detail, list(case.covers), case.summary, round(time.monotonic() - start, 3))
+    return CaseReport(case.name, status, detail, list(case.covers), case.summary, round(MONOTONIC.now() - start, 3))
 
 
 def print_case(report: CaseReport, out: TextIO) -> None:

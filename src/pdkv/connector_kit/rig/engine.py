@@ -4,7 +4,6 @@ Blocks that come free are overwritten at once by "another request", as under loa
 garbage, and their generations have changed.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from itertools import islice
 from typing import ClassVar, TypeVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.block_counts import Books
 from pdkv.connector_kit.rig.news import News
@@ -141,7 +141,7 @@ class Engine:
     def step_if_needed(self, poll_s: float) -> None:
         """An empty step, when the engine's loop would run one; while something is open, every `poll_s`."""
         woken = [host.take_woken(self.name) for host in self.hosts]
-        due = time.monotonic() >= self._last_step + poll_s and not self.is_idle
+        due = MONOTONIC.now() >= self._last_step + poll_s and not self.is_idle
         if any(woken) or due or self._news or self.ask(p.IsPending(), p.Truth).value:
             self.step()
 
@@ -183,7 +183,7 @@ class Engine:
         self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
     ) -> None:
         """Give a part of a step to all ranks; `take_executed` must follow."""
-        self._last_step = time.monotonic()
+        self._last_step = MONOTONIC.now()
         for rank, host in enumerate(self.hosts):
             step = p.Execute(
                 step_id=plan.step_id, meta=plan.meta if rank and begin else None, cancels=plan.cancels,
@@ -388,8 +388,8 @@ class Engine:
 
     def wait_written(self, request: Request, timeout_s: float) -> None:
         """Return when something of a request's load has come, with no step in between, or when the time is over."""
-        deadline = time.monotonic() + timeout_s
-        while not self.ask(p.Written(request.block_ids), p.Truth).value and time.monotonic() < deadline:
+        deadline = MONOTONIC.now() + timeout_s
+        while not self.ask(p.Written(request.block_ids), p.Truth).value and MONOTONIC.now() < deadline:
             pass
 
     def foreign_writes(self) -> list[int]:

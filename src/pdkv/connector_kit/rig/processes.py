@@ -7,12 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeVar
 
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.host import STACKS_SIGNAL
 from pdkv.connector_kit.rig.zygote import MAX_REQUEST_BYTES
@@ -134,14 +134,14 @@ class HostProcess:
 
     def receive(self, wanted: type[Wanted], timeout_s: float) -> Wanted:
         """The answer to the last command."""
-        deadline = time.monotonic() + timeout_s
+        deadline = MONOTONIC.now() + timeout_s
         stacks_due = min(STACKS_AFTER_S, timeout_s / 2)
         stacks = ""
         while True:
-            if not self.connection.poll(min(stacks_due, max(deadline - time.monotonic(), 0.0))):
+            if not self.connection.poll(min(stacks_due, max(deadline - MONOTONIC.now(), 0.0))):
                 stacks = stacks or self._take_stacks()
                 stacks_due = timeout_s
-                if time.monotonic() >= deadline:
+                if MONOTONIC.now() >= deadline:
                     raise HostFailed(f"no answer within {timeout_s:g} s; its step thread: {_step_stack(stacks)}")
                 continue
             answer = self._read()
@@ -168,8 +168,8 @@ class HostProcess:
         self.stopped = True
         os.kill(self.pid, signal.SIGSTOP)
         state = Path(f"/proc/{self.pid}/stat")
-        deadline = time.monotonic() + STACKS_AFTER_S
-        while state.read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < deadline:
+        deadline = MONOTONIC.now() + STACKS_AFTER_S
+        while state.read_text().rpartition(")")[2].split()[0] != "T" and MONOTONIC.now() < deadline:
             select.select([], [], [], 0.001)
 
     def resume(self) -> None:

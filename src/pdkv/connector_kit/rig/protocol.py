@@ -332,7 +332,7 @@ class Executed(Answer, frozen=True):
 
     results: TransferResults
     wrong: list[tuple[TransferKey, str]]
-    began: float = 0.0  # of time.monotonic(), by timed ranks
+    began: float = 0.0  # of the monotonic clock, by timed ranks
     ended: float = 0.0
 
 

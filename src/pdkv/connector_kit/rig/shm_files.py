@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import threading
-import time
 from collections.abc import Set
 from pathlib import Path
+
+from pdkv.clock import MONOTONIC
 
 SHM = Path("/dev/shm")
 _POLL_S = 0.01
@@ -18,10 +18,10 @@ def shm_files() -> set[str]:
 
 def left_behind(before: Set[str], timeout_s: float) -> set[str]:
     """Names that have come since `before`, that no living process maps, and that do not go within `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    deadline = MONOTONIC.now() + timeout_s
     left = _unused(shm_files() - before)
-    while left and time.monotonic() < deadline:
-        threading.Event().wait(_POLL_S)  # nobody announces an unlink
+    while left and MONOTONIC.now() < deadline:
+        MONOTONIC.sleep(_POLL_S)  # nobody announces an unlink
         left = _unused(left & shm_files())
     return left
 

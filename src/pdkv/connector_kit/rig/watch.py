@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.rig.protocol import CallRecord
 
 Result = TypeVar("Result")
@@ -58,14 +59,14 @@ class StepWatch:
     def call(self, name: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call the function, and record the call."""
         self._entered = []
-        start, cpu, queued = time.monotonic(), time.thread_time(), _run_delay_s()
+        start, cpu, queued = MONOTONIC.now(), time.thread_time(), _run_delay_s()
         sys.setprofile(self._profile if self.traced and name in STRICT else None)
         try:
             return function(*arguments)
         finally:
             sys.setprofile(None)
             cpu = time.thread_time() - cpu
-            blocked = time.monotonic() - start - cpu - (_run_delay_s() - queued)
+            blocked = MONOTONIC.now() - start - cpu - (_run_delay_s() - queued)
             self.records.append(CallRecord(name, max(blocked, 0.0), cpu, self._entered))
 
     def take(self) -> list[CallRecord]:

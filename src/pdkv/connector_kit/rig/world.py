@@ -2,13 +2,13 @@
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
+from pdkv.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote, wait_for_any
@@ -269,13 +269,13 @@ class World:
 
     def runs_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Let the engines run until `condition` holds (True) or the time is over (False)."""
-        deadline = time.monotonic() + timeout_s
+        deadline = MONOTONIC.now() + timeout_s
         while True:
             for engine in self.live_engines():
                 engine.step_if_needed(self.poll_s)
             if condition():
                 return True
-            left = deadline - time.monotonic()
+            left = deadline - MONOTONIC.now()
             if left <= 0:
                 return False
             hosts = [host for engine in self.live_engines() for host in engine.hosts]
