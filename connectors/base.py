@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, overload
 
 import msgspec
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.step_done import StepDone
 from pdkv.options import Options
@@ -316,6 +317,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
     device: str = "cpu"  # where the KV pool will be: torch's type of device
     wire_version: int = 0  # the connector's own; 0: peers' are not compared
+    clock: Clock = MONOTONIC
 
 
 class SchedulerConnector(ABC):

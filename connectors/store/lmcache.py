@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import (
     ASK_AGAIN,
     BlockTables,
@@ -66,11 +67,13 @@ class LMCacheOptions(StoreConnectorOptions):
         """For a look at whether the server answers: what a chunk is depends on the model."""
         return self.open_chunks(1, "float32", (2, 1, self.tokens_per_value, 1))
 
-    def open_chunks(self, world_size: int, dtype: str, shape: tuple[int, int, int, int]) -> KVStore:
+    def open_chunks(
+        self, world_size: int, dtype: str, shape: tuple[int, int, int, int], clock: Clock = MONOTONIC
+    ) -> KVStore:
         """Raises ConfigError for a name that no key of LMCache can have."""
         form = ChunkForm(self.model_name, world_size, dtype, shape)
         timeouts = StoreOptions(connect_timeout_s=self.connect_timeout_s, operation_timeout_s=self.operation_timeout_s)
-        return LMCacheChunks(*self.address(), timeouts, form, trailer_bytes=ENVELOPE_BYTES)
+        return LMCacheChunks(*self.address(), timeouts, form, trailer_bytes=ENVELOPE_BYTES, clock=clock)
 
     def address(self) -> tuple[str, int]:
         """Raises ConfigError for a URL that is none of an LMCache server."""
@@ -112,23 +115,15 @@ class LMCacheConnector(StoreConnector):
         layout, shards = self.config.layout, self.cut.cut.kv_shards
         width = layout.kv_heads_of_all_ranks // shards * layout.head_size
         shape = (2, layout.num_layers, self.options.tokens_per_value, width)
-        return self.options.open_chunks(shards, layout.dtype, shape)
+        return self.options.open_chunks(shards, layout.dtype, shape, self.config.clock)
 
     def make_scheduler_side(self) -> SchedulerConnector:
         options = self.options
-        lookups = KeyLookups(
-            self.store,
-            self.cut.suffixes,
-            self.notify,
-            timeout_s=options.lookup_timeout_s,
-            known_for_s=options.known_for_s,
-            probe_interval_s=self.probe_interval_s,
-        )
         try:
             keys = ChunkKeys(options.tokens_per_value, options.hash, options.hash_seed)
         except subprocess.SubprocessError as error:
             raise ConfigError(f"option hash_seed: Python does not take {options.hash_seed!r}: {error}") from None
-        news = _NoNews(self.store, self.cut)
+        lookups, news = self.make_lookups(), _NoNews(self.store, self.cut)
         return _ChunkScheduler(self.config, options, self.cut, lookups, news, keys, self.notify, self.block_table)
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
@@ -12,6 +11,7 @@ import msgspec
 import torch
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC, Clock, unix_time
 from pdkv.connectors.base import (
     ConfirmedRange,
     ConnectorConfig,
@@ -143,7 +143,8 @@ class Engine:
         tp: int = 1,
         kv_shards: int = 1,
         groups: tuple[KVGroup, ...] = (),
-        clock: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = unix_time,
+        clock: Clock = MONOTONIC,
         **options: str,
     ) -> None:
         self.name, self.tp = name, tp
@@ -159,14 +160,14 @@ class Engine:
             RigConnector(
                 ConnectorConfig(
                     engine=name, epoch="1", layout=self.layout, num_blocks=NUM_BLOCKS, options=options, model="m",
-                    rank=rank, tp=tp, kv_shards=max(kv_shards, tp),
+                    rank=rank, tp=tp, kv_shards=max(kv_shards, tp), clock=clock,
                 ),
                 self.woken.release,
             )
             for rank in range(tp)
         ]  # fmt: skip
         for connector in self.connectors:
-            connector.clock = clock
+            connector.unix_time = unix_time
         self.table = self.connectors[0].make_block_table()
         scheduler = self.connectors[0].make_scheduler_side()
         assert isinstance(scheduler, StoreScheduler)

@@ -57,7 +57,7 @@ def make(clock: Clock) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
     def make_engine(store: KVStore, **arguments: object) -> Engine:
-        made.append(Engine(store, f"e{len(made)}", clock=clock, **arguments))  # type: ignore[arg-type]
+        made.append(Engine(store, f"e{len(made)}", unix_time=clock, **arguments))  # type: ignore[arg-type]
         return made[-1]
 
     yield make_engine
@@ -86,14 +86,14 @@ def served(request: pytest.FixtureRequest, clock: Clock) -> Iterator[KVStore]:
             server = store_servers.mooncake_server()
         case _:
             server = store_servers.s3_server()
-    with server as url, RedisStore(url, clock=clock) if request.param == "redis" else open_store(url) as opened:
+    with server as url, RedisStore(url, unix_time=clock) if request.param == "redis" else open_store(url) as opened:
         yield opened
 
 
 def made_here(kind: str, path: Path, clock: Clock) -> KVStore:
     match kind:
         case "memory":
-            return MemoryStore("terms", clock=clock)
+            return MemoryStore("terms", unix_time=clock)
         case "host":
             return HostStore(path / "kv", StoreOptions(capacity=64 << 20), clock)
         case "tiers":
@@ -380,7 +380,7 @@ def test_a_value_that_one_quota_has_no_room_for_fails_its_save_and_no_other(
 
 
 def test_ranks_add_up_what_they_have_found_to_be_over(make: MakeEngine, clock: Clock) -> None:
-    with MemoryStore("ranks", clock=lambda: NOW) as store:
+    with MemoryStore("ranks", unix_time=lambda: NOW) as store:
         save(make(store, tp=2))
         clock.now += TTL_S
         engine = make(store, tp=2)
@@ -394,7 +394,7 @@ def test_ranks_add_up_what_they_have_found_to_be_over(make: MakeEngine, clock: C
 
 def test_a_clock_before_its_epoch_ends_values_and_nothing_else(make: MakeEngine, clock: Clock) -> None:
     clock.now = -1e9
-    with MemoryStore("epoch", clock=clock) as store:
+    with MemoryStore("epoch", unix_time=clock) as store:
         save(make(store), kv_terms=KVTerms(owner=7, ttl_s=1))
         clock.now = NOW
         assert not loads_all(make(store), torch.empty(0))
@@ -484,7 +484,7 @@ def test_what_was_loaded_and_is_handed_off_after_its_end_is_stored_anew(
 
 def test_a_value_without_an_end_is_not_used_where_values_have_one(make: MakeEngine, clock: Clock) -> None:
     """It is of an engine that is older than ends, and ignored the terms."""
-    with MemoryStore("older", clock=clock) as store:
+    with MemoryStore("older", unix_time=clock) as store:
         kv = save(make(store), kv_terms=None)
         assert not loads_all(make(store), kv)
         assert store.contains(keys_of(make(store))) == [False] * NUM_VALUES
