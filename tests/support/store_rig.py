@@ -1,10 +1,12 @@
 """Engines over a store connector, driven by hand: the connector's sides without an engine around them."""
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -26,11 +28,16 @@ from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
+from pdkv.connectors.store.shared_storage import SharedStorageOptions
 from pdkv.connectors.store.worker import StoreWorker
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.errors import StoreError
 from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.tiers import TieredStore
 from pdkv.wire.messages import CacheOrder, EngineCard, KVGroup, KVHandoff, KVLayout, TierAnswer
 
 WAIT_S = 20.0
@@ -92,6 +99,31 @@ class FaultyStore(KVStore):
 
     def close(self) -> None:
         """Others of the test use it still."""
+
+
+KINDS_HERE = ("memory", "host", "file", "tiers", "shared_storage", "sqlite")
+
+
+def store_here(kind: str, path: Path, unix_time: Callable[[], float] = unix_time) -> KVStore:
+    """A store without a server, of one of KINDS_HERE. Those that end values by themselves do so by `unix_time`."""
+    match kind:
+        case "memory":
+            return MemoryStore(f"{path}", unix_time=unix_time)
+        case "host":
+            return HostStore(path / "kv", StoreOptions(capacity=64 << 20), unix_time)
+        case "tiers":
+            return TieredStore([store_here("host", path, unix_time), FileStore(path / "files")])
+        case "file":
+            return FileStore(path / "kv")
+        case "shared_storage":
+            return SharedStorageOptions.parse({"path": f"{path}/kv"}).open_store()
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "custom_connector"))
+    try:
+        from pdkv_sqlite import SQLiteStore
+    finally:
+        del sys.path[0]
+    store: KVStore = SQLiteStore(f"{path}/kv.db")
+    return store
 
 
 class RigConnector(StoreConnector):

@@ -1,19 +1,17 @@
 """Stored KV that has terms: what is found when its time is over, what is copied on which terms, whose room it takes."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-import store_servers
 import torch
-from store_rig import Engine, order, random_kv, scattered, view
+from store_rig import KINDS_HERE, Engine, order, random_kv, scattered, store_here, view
+from store_servers import PATIENT, SERVERS, SharedServer
 from traffic import wait_until_true
 
-from pdkv.connectors.base import ConnectorConfig, RequestView
+from pdkv.connectors.base import RequestView
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
-from pdkv.connectors.store.shared_storage import SharedStorageConnector
 from pdkv.connectors.store.worker import TAIL_TTL_S
 from pdkv.errors import KVNotFound, StoreFull
 from pdkv.kv_store.base import Buffer, Item, KVStore
@@ -67,54 +65,19 @@ def make(clock: Clock) -> Iterator[MakeEngine]:
             worker.shutdown()
 
 
-@pytest.fixture(params=["memory", "host", "file", "tiers", "shared_storage", "sqlite"])
+@pytest.fixture(params=KINDS_HERE)
 def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[KVStore]:
     """A store of each kind without a server. Those that end values by themselves do so by the test's clock."""
-    with made_here(request.param, tmp_path, clock) as opened:
+    with store_here(request.param, tmp_path, clock) as opened:
         yield opened
 
 
-@pytest.fixture(params=["redis", "lmcache", "mooncake", "s3"])
-def served(request: pytest.FixtureRequest, clock: Clock) -> Iterator[KVStore]:
+@pytest.fixture(params=SERVERS)
+def served(request: pytest.FixtureRequest, clock: Clock, shared_server: SharedServer) -> Iterator[KVStore]:
     """A store of each kind with one."""
-    match request.param:
-        case "redis":
-            server = store_servers.redis_server()
-        case "lmcache":
-            server = store_servers.lmcache_server()
-        case "mooncake":
-            server = store_servers.mooncake_server()
-        case _:
-            server = store_servers.s3_server()
-    with server as url, RedisStore(url, unix_time=clock) if request.param == "redis" else open_store(url) as opened:
+    url = shared_server(request.param).url
+    with RedisStore(url, unix_time=clock) if request.param == "redis" else open_store(url, PATIENT) as opened:
         yield opened
-
-
-def made_here(kind: str, path: Path, clock: Clock) -> KVStore:
-    match kind:
-        case "memory":
-            return MemoryStore("terms", unix_time=clock)
-        case "host":
-            return HostStore(path / "kv", StoreOptions(capacity=64 << 20), clock)
-        case "tiers":
-            host = HostStore(path / "kv", StoreOptions(capacity=64 << 20), clock)
-            return TieredStore([host, open_store(f"file://{path}/files")])
-        case "file":
-            return open_store(f"file://{path}/kv")
-        case "shared_storage":
-            from store_rig import make_layout
-
-            config = ConnectorConfig(
-                engine="e", epoch="1", layout=make_layout(16), num_blocks=8, options={"path": f"{path}/kv"}
-            )
-            return SharedStorageConnector(config, lambda: None).open_store()
-    sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "custom_connector"))
-    try:
-        from pdkv_sqlite import SQLiteStore
-    finally:
-        del sys.path[0]
-    store: KVStore = SQLiteStore(f"{path}/kv.db")
-    return store
 
 
 def asking(name: str, **fields: object) -> RequestView:
@@ -455,7 +418,7 @@ def test_what_a_hand_off_finds_in_the_pool_is_stored_anew_when_the_stored_value_
     make: MakeEngine, clock: Clock, tmp_path: Path, kind: str
 ) -> None:
     """Decode reads what prefill says that it has stored."""
-    with made_here(kind, tmp_path, clock) as store:
+    with store_here(kind, tmp_path, clock) as store:
         prefill, decode = make(store), make(store)
         prefill.scheduler.update_peers([decode.card()])
         decode.scheduler.update_peers([prefill.card()])
@@ -472,7 +435,7 @@ def test_what_a_hand_off_finds_in_the_pool_is_stored_anew_when_the_stored_value_
 def test_what_was_loaded_and_is_handed_off_after_its_end_is_stored_anew(
     make: MakeEngine, clock: Clock, tmp_path: Path
 ) -> None:
-    with made_here("file", tmp_path, clock) as store:
+    with store_here("file", tmp_path, clock) as store:
         kv = save(make(store))
         prefill, decode = make(store), make(store)
         assert loads_all(prefill, kv)
@@ -495,7 +458,7 @@ def test_a_value_without_an_end_is_not_used_where_values_have_one(make: MakeEngi
 
 @pytest.mark.parametrize("kind", ["host", "memory"])
 def test_a_memory_says_on_which_terms_it_keeps_values(clock: Clock, tmp_path: Path, kind: str) -> None:
-    with made_here(kind, tmp_path, clock) as store:
+    with store_here(kind, tmp_path, clock) as store:
         terms = {b"a": Terms(int(NOW) + 5, 7, 1 << 20), b"b": Terms(0, 8)}
         store.put_on_terms([(key, memoryview(b"value")) for key in (b"a", b"b", b"c")], terms)
         told = store.terms_of([b"a", b"b", b"c", b"d"])
