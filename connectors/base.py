@@ -302,7 +302,7 @@ Stats = Mapping[str, ConnectorStats]
 # --- the interface ------------------------------------------------------------------------------------------------
 
 
-class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a connector is built from."""
 
     engine: str
@@ -317,7 +317,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
     device: str = "cpu"  # where the KV pool will be: torch's type of device
     wire_version: int = 0  # the connector's own; 0: peers' are not compared
-    clock: Clock = MONOTONIC
+    clock: Clock = MONOTONIC  # of all its deadlines; another one cannot be encoded
 
 
 class SchedulerConnector(ABC):

@@ -60,7 +60,6 @@ class GrammarHost:
         stops = tuple(stop_token_ids)
         start = Start(str(model_dir), vocab_size, stops, options.time_s, options.memory_bytes, shape)
         self._options = options
-        self._now = clock.now
         self._workers = Workers(start, notify, clock)
         self._lock = self._workers.lock
         self._rows: dict[RequestKey, Row] = {}
@@ -172,11 +171,11 @@ class GrammarHost:
         return slab is not None and bool(slab.numbers[row.place] == row.number)
 
     def _wait(self, rows: Sequence[Row], slab: Slab) -> None:
-        """For masks, as far as their workers' patience goes."""
+        """For masks, as far as their workers' patience goes, which is a time-out of `poll`."""
         event_fd = self._workers.event_fd
         poll = select.poll()
         poll.register(event_fd, select.POLLIN)
-        began = now = self._now()
+        began = now = MONOTONIC.now()
         deadlines = dict[WorkerState, float]()
         for worker in {row.worker for row in rows}:
             worker.patience_s = min(worker.patience_s + PATIENCE_PER_S * (began - worker.seen_at), PATIENCE_S)
@@ -189,7 +188,7 @@ class GrammarHost:
                 break
             if poll.poll(math.ceil(1000 * min(left_s))):
                 os.eventfd_read(event_fd)
-            now = self._now()
+            now = MONOTONIC.now()
             for worker in late:
                 worker.patience_s = max(0.0, deadlines[worker] - max(now, began + FREE_S))
         slab.expect(False)

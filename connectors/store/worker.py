@@ -105,7 +105,6 @@ class StoreWorker(TransferWorker):
         coder: ValueCoder | None = None,
     ) -> None:
         """`coder`: of values that are not images of their units."""
-        self.clock = config.clock
         super().__init__(
             self._result_is_in,
             timeout_s=options.transfer_timeout_s,
@@ -115,6 +114,7 @@ class StoreWorker(TransferWorker):
                 max_lanes=options.save_threads + 1,
                 thread_name="pdkv-store",
             ),
+            clock=config.clock,
         )
         self.num_failed_saves = 0  # jobs
         self._options = options

@@ -1,9 +1,9 @@
 """The worker side's records of transfers: their batches and jobs, with deadlines and reasons to stop."""
 
-import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from pdkv.clock import Clock
 from pdkv.connectors.base import Direction, TransferKey
 from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane
 from pdkv.errors import TransferCancelled, TransferTimeout
@@ -36,6 +36,7 @@ class Transfer:
     key: TransferKey
     direction: Direction
     started: float
+    clock: Clock  # of its worker
     jobs: set["Job"] = field(default_factory=set)  # not ended
     complete: bool = False  # no further batch comes
     batches: set[TransferKey | None] = field(default_factory=set)  # names of all so far
@@ -63,6 +64,11 @@ class Job:
         """(transfer_id, attempt)."""
         return self.transfer.key
 
+    @property
+    def clock(self) -> Clock:
+        """Of its deadline."""
+        return self.transfer.clock
+
     def check(self) -> None:
         """Return if the job may go on. To be called between two pieces of work.
 
@@ -73,11 +79,11 @@ class Job:
         transfer_id, attempt = self.key
         if self.stop_code and self.stop_code != TransferTimeout.code:
             raise TransferCancelled("cancelled", transfer_id=transfer_id, attempt=attempt)
-        if self.stop_code or time.monotonic() >= self.deadline:
+        if self.stop_code or self.clock.now() >= self.deadline:
             limit = self.deadline - self.started
             raise TransferTimeout(f"not done after {limit:g} s", transfer_id=transfer_id, attempt=attempt)
 
     def remaining_s(self) -> float:
         """Seconds until the deadline, above 0. Raises as `check` does."""
         self.check()
-        return max(self.deadline - time.monotonic(), 1e-3)
+        return max(self.deadline - self.clock.now(), 1e-3)

@@ -7,13 +7,13 @@ thread: the transport ends it when the peer has done its part.
 
 import logging
 import threading
-import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import (
     NO_TRANSFERS,
     Direction,
@@ -47,9 +47,13 @@ class TransferWorker(WorkerConnector):
     Args:
         timeout_s: a job's deadline, from its submission on, where its task says nothing else.
         lanes: how many threads there are, and for how long.
+        clock: of the deadlines.
     """
 
-    def __init__(self, notify: Callable[[], None], *, timeout_s: float, lanes: LaneConfig) -> None:
+    def __init__(
+        self, notify: Callable[[], None], *, timeout_s: float, lanes: LaneConfig, clock: Clock = MONOTONIC
+    ) -> None:
+        self.clock = clock
         self.num_unknown_keys = 0  # cancels and duplicate orders that named nothing new
         self.num_unexpected_errors = 0  # of jobs, that no type of errors.py stands for
         self._unexpected_errors: set[tuple[Any, ...]] = set()  # kinds that have been logged
@@ -135,7 +139,7 @@ class TransferWorker(WorkerConnector):
             The jobs; none where there is nothing to do, and for a transfer that has failed or is complete: a new batch
             of such a one fails, an order that is repeated is only counted.
         """
-        now = time.monotonic()
+        now = self.clock.now()
         with self._lock:
             transfer = self._transfers.get((direction, key))
             group = Batch(batch, started=now)
@@ -149,7 +153,7 @@ class TransferWorker(WorkerConnector):
                 self._report_batch(direction, group, code)
             else:
                 if transfer is None:
-                    transfer = self._transfers[direction, key] = Transfer(key, direction, now)
+                    transfer = self._transfers[direction, key] = Transfer(key, direction, now, self.clock)
                 transfer.complete = last
                 transfer.batches.add(batch)
                 jobs = self._make_jobs(transfer, group, tasks)
@@ -158,7 +162,7 @@ class TransferWorker(WorkerConnector):
 
     def start_jobs(self, jobs: Iterable[Job]) -> None:
         """Queue posted jobs, unless they have ended: what they waited for is there. Their deadline counts from now."""
-        now = time.monotonic()
+        now = self.clock.now()
         with self._lock:
             for job in jobs:
                 if job.state == "posted" and not job.stop_code:
@@ -172,7 +176,7 @@ class TransferWorker(WorkerConnector):
             self.end_job(job, code)
 
     def get_finished(self) -> TransferResults:
-        if time.monotonic() >= self._next_deadline:
+        if self.clock.now() >= self._next_deadline:
             self._expire()
         if not self._results:  # `notify` comes after a result
             return NO_TRANSFERS
@@ -243,7 +247,7 @@ class TransferWorker(WorkerConnector):
 
     def wake_if_late(self) -> None:
         """Where a deadline has passed, let the engine step and collect. For a transport thread that looks often."""
-        if time.monotonic() >= self._next_deadline:
+        if self.clock.now() >= self._next_deadline:
             self._notify()
 
     def enter(self, job: Job) -> bool:
@@ -287,7 +291,7 @@ class TransferWorker(WorkerConnector):
         if direction == "send" and key in self._failed_sends:  # its end was reported
             return self._failed_sends[key]
         if self._stopping:
-            self._report(direction, key, TransferCancelled.code, 0, time.monotonic())
+            self._report(direction, key, TransferCancelled.code, 0, self.clock.now())
             return TransferCancelled.code
         return ""
 
@@ -360,7 +364,7 @@ class TransferWorker(WorkerConnector):
             return
         if self._transfers.pop((transfer.direction, transfer.key), None) is None:
             return
-        outcome = TransferOutcome(transfer.code, transfer.num_bytes, time.monotonic() - transfer.started)
+        outcome = TransferOutcome(transfer.code, transfer.num_bytes, self.clock.now() - transfer.started)
         outcome = self.ended(transfer, outcome)
         self._stats += stats_of_transfer(transfer.direction, outcome)
         self._put_result(transfer.direction, transfer.key, outcome)
@@ -374,7 +378,7 @@ class TransferWorker(WorkerConnector):
             self._report(direction, batch.name, code, batch.num_bytes, batch.started)
 
     def _report(self, direction: Direction, key: TransferKey, code: str, num_bytes: int, started: float) -> None:
-        self._put_result(direction, key, TransferOutcome(code, num_bytes, time.monotonic() - started))
+        self._put_result(direction, key, TransferOutcome(code, num_bytes, self.clock.now() - started))
 
     def _put_result(self, direction: Direction, key: TransferKey, outcome: TransferOutcome) -> None:
         name = f"{'failed' if outcome.code else 'finished'}_{direction}"
@@ -384,7 +388,7 @@ class TransferWorker(WorkerConnector):
 
     def _expire(self) -> None:
         """End queued jobs past their deadline, and tell the transport of the others."""
-        now = time.monotonic()
+        now = self.clock.now()
         with self._lock:
             open_jobs = [job for transfer in self._transfers.values() for job in transfer.jobs]
             late = [job for job in open_jobs if job.deadline <= now and not job.stop_code]

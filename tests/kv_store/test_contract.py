@@ -5,13 +5,15 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from store_servers import PATIENT
 
 from pdkv.errors import StoreUnavailable
 from pdkv.kv_store.base import PART_BYTES, KVStore, Scattered
+from pdkv.kv_store.registry import open_store
 from pdkv.kv_store.terms import NO_TERMS
 
 Key = Callable[[int], bytes]
@@ -30,8 +32,18 @@ def put(store: KVStore, keys: Sequence[bytes], size: int = 3000) -> None:
     store.put([(key, value(number, size)) for number, key in enumerate(keys)])
 
 
+@pytest.fixture(scope="module")
+def mooncake_store(mooncake_url: str) -> Iterator[KVStore]:
+    """Of all tests: each client is a process that takes long to start."""
+    with open_store(mooncake_url, PATIENT) as store:
+        yield store
+
+
 @pytest.fixture
-def store(store_url: str, open_: Callable[..., KVStore]) -> KVStore:
+def store(store_url: str, open_: Callable[..., KVStore], request: pytest.FixtureRequest) -> KVStore:
+    if store_url.startswith("mooncake:"):
+        shared: KVStore = request.getfixturevalue("mooncake_store")
+        return shared
     return open_(store_url)
 
 
@@ -221,7 +233,8 @@ def test_another_process_finds_what_was_put(store_url: str, store: KVStore, key:
     assert reply.stdout.split() == ["[True]", value(0).hex()]
 
 
-def test_a_closed_store_says_so(store: KVStore, key: Key) -> None:
+def test_a_closed_store_says_so(store_url: str, open_: Callable[..., KVStore], key: Key) -> None:
+    store = open_(store_url)
     store.close()
     store.close()
     with pytest.raises(StoreUnavailable, match="closed"):

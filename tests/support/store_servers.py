@@ -20,34 +20,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import pytest
-
-from pdkv.errors import StoreTimeout
-
-Result = TypeVar("Result")
 
 PATIENT = {"operation_timeout_s": "60", "connect_timeout_s": "60"}
 """Options of stores whose calls must succeed."""
 
 START_BOUND_S = 60.0
-
-
-def in_time(call: Callable[..., Result], *arguments: object) -> Result:
-    """Call again as long as the deadline passes: a server that has just started or goes on may be late."""
-    deadline = time.monotonic() + START_BOUND_S
-    while True:
-        try:
-            return call(*arguments)
-        except StoreTimeout:
-            if time.monotonic() > deadline:
-                raise
 
 
 @contextlib.contextmanager
