@@ -402,7 +402,7 @@ KEYS = chain(16, "0")
 
 def order(engine: Engine, action: Any, keys: list[bytes] | None = KEYS, **fields: Any) -> dict[str, TierAnswer]:
     """What all ranks together answer, by tier."""
-    asked = CacheOrder(order_id="o", action=action, keys=keys, **fields)
+    asked = CacheOrder(order_id="o", action=action, keys=keys, **{"timeout_s": 60.0, **fields})
     assert engine.scheduler.order_tiers(asked) == 1
     meta = engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], []))
     for worker in engine.workers:
