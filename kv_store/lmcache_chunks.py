@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import ConfigError, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer
 from pdkv.kv_store.connections import Channel
@@ -52,22 +51,13 @@ class LMCacheChunks(LMCacheServerStore):
     `delete` leaves everything as it is: what is there is others' as well.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        options: StoreOptions,
-        form: ChunkForm,
-        *,
-        trailer_bytes: int,
-        clock: Clock = MONOTONIC,
-    ) -> None:
+    def __init__(self, host: str, port: int, options: StoreOptions, form: ChunkForm, *, trailer_bytes: int) -> None:
         """`trailer_bytes`: behind a chunk in each buffer, which are neither sent nor filled.
 
         Raises:
             ConfigError: names would be too long, or could not be told apart.
         """
-        super().__init__(host, port, options, clock)
+        super().__init__(host, port, options)
         if "@" in form.model or len(form.name(b"-" + bytes(16) + b"@000").encode()) > MAX_NAME_BYTES:
             raise ConfigError(
                 f"LMCache's keys have {MAX_NAME_BYTES} bytes and no further '@': {form.model!r} is no name"

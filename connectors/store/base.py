@@ -120,16 +120,10 @@ class StoreConnector(KVConnector):
         return self._store
 
     def make_scheduler_side(self) -> SchedulerConnector:
-        lookups, news = self.make_lookups(), StoreNews(self.store, self.cut, self._value_bytes())
+        news, ahead = StoreNews(self.store, self.cut, self._value_bytes()), self.store.look_ahead_bytes
+        lookups = self.make_lookups()
         return StoreScheduler(
-            self.config,
-            self.options,
-            self.cut,
-            lookups,
-            news,
-            self.store.look_ahead_bytes,
-            self.unix_time,
-            table=self.block_table,
+            self.config, self.options, self.cut, lookups, news, ahead, self.unix_time, table=self.block_table
         )
 
     def make_lookups(self) -> KeyLookups:

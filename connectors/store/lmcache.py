@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import (
     ASK_AGAIN,
     BlockTables,
@@ -67,13 +66,11 @@ class LMCacheOptions(StoreConnectorOptions):
         """For a look at whether the server answers: what a chunk is depends on the model."""
         return self.open_chunks(1, "float32", (2, 1, self.tokens_per_value, 1))
 
-    def open_chunks(
-        self, world_size: int, dtype: str, shape: tuple[int, int, int, int], clock: Clock = MONOTONIC
-    ) -> KVStore:
+    def open_chunks(self, world_size: int, dtype: str, shape: tuple[int, int, int, int]) -> KVStore:
         """Raises ConfigError for a name that no key of LMCache can have."""
         form = ChunkForm(self.model_name, world_size, dtype, shape)
         timeouts = StoreOptions(connect_timeout_s=self.connect_timeout_s, operation_timeout_s=self.operation_timeout_s)
-        return LMCacheChunks(*self.address(), timeouts, form, trailer_bytes=ENVELOPE_BYTES, clock=clock)
+        return LMCacheChunks(*self.address(), timeouts, form, trailer_bytes=ENVELOPE_BYTES)
 
     def address(self) -> tuple[str, int]:
         """Raises ConfigError for a URL that is none of an LMCache server."""
@@ -115,7 +112,7 @@ class LMCacheConnector(StoreConnector):
         layout, shards = self.config.layout, self.cut.cut.kv_shards
         width = layout.kv_heads_of_all_ranks // shards * layout.head_size
         shape = (2, layout.num_layers, self.options.tokens_per_value, width)
-        return self.options.open_chunks(shards, layout.dtype, shape, self.config.clock)
+        return self.options.open_chunks(shards, layout.dtype, shape)
 
     def make_scheduler_side(self) -> SchedulerConnector:
         options = self.options
