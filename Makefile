@@ -65,7 +65,7 @@ test: install
 steady: install
 	cd tests/support && $(abspath $(BIN))/python -m steady --runs $(N) --load $(LOAD) $(if $(STOPS),--stops)
 
-# Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out of e2e.
+# Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out.
 # Takes an hour on two cores.
 matrix: install
 	mkdir -p .bench && rm -f .bench/matrix.txt

@@ -404,7 +404,9 @@ def test_a_value_that_is_over_in_a_near_tier_leaves_the_new_one_behind_it_alone(
     clock.advance(TTL_S)
     assert not loads_all(first, torch.empty(0))
     kv = save(first)
-    assert wait_until_true(lambda: loads_all(second, kv), "it is copied to the tier behind")
+    copies = first.connectors[0].store._backfill  # type: ignore[attr-defined]
+    wait_until_true(lambda: not (any(copies._offered.values()) or copies._is_busy), "all is copied to the tier behind")
+    assert loads_all(second, kv)
     assert loads_all(first, kv)
 
 
