@@ -65,7 +65,7 @@ test: install
 steady: install
 	cd tests/support && $(abspath $(BIN))/python -m steady --runs $(N) --load $(LOAD) $(if $(STOPS),--stops)
 
-# Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out of e2e.
+# Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out.
 # Takes an hour on two cores.
 matrix: install
 	mkdir -p .bench && rm -f .bench/matrix.txt
@@ -73,7 +73,7 @@ matrix: install
 		$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/matrix
 	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
 	$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/connector_kit/test_check.py
-	$(BIN)/python -m pytest -n 2 --dist load -m "slow and not gpu" tests/connectors tests/e2e tests/kernels tests/pdkv
+	$(BIN)/python -m pytest -n 2 --dist load -m "slow and not gpu" tests/connectors tests/e2e tests/grammar tests/kernels tests/kv_store tests/models tests/pdkv
 
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many damaged transfers of each kind, on each
 # way and for all ranks (TRIALS=1000), so many schedules of the hand-off state machine at each number of steps ahead

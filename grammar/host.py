@@ -7,10 +7,10 @@ import itertools
 import math
 import os
 import select
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import PdkvError, ServerBusy
 from pdkv.grammar.host_state import Known, Row, WorkerState
 from pdkv.grammar.options import GrammarOptions
@@ -49,6 +49,7 @@ class GrammarHost:
         *,
         num_requests: int = 256,
         num_drafts: int = 0,
+        clock: Clock = MONOTONIC,
     ) -> None:
         """Args:
         notify: called from another thread whenever tickets became done, answers failed, or masks came that were late.
@@ -59,7 +60,7 @@ class GrammarHost:
         stops = tuple(stop_token_ids)
         start = Start(str(model_dir), vocab_size, stops, options.time_s, options.memory_bytes, shape)
         self._options = options
-        self._workers = Workers(start, notify)
+        self._workers = Workers(start, notify, clock)
         self._lock = self._workers.lock
         self._rows: dict[RequestKey, Row] = {}
         self._numbers = itertools.count()
@@ -170,11 +171,11 @@ class GrammarHost:
         return slab is not None and bool(slab.numbers[row.place] == row.number)
 
     def _wait(self, rows: Sequence[Row], slab: Slab) -> None:
-        """For masks, as far as their workers' patience goes."""
+        """For masks, as far as their workers' patience goes, which is a time-out of `poll`."""
         event_fd = self._workers.event_fd
         poll = select.poll()
         poll.register(event_fd, select.POLLIN)
-        began = now = time.monotonic()
+        began = now = MONOTONIC.now()
         deadlines = dict[WorkerState, float]()
         for worker in {row.worker for row in rows}:
             worker.patience_s = min(worker.patience_s + PATIENCE_PER_S * (began - worker.seen_at), PATIENCE_S)
@@ -187,7 +188,7 @@ class GrammarHost:
                 break
             if poll.poll(math.ceil(1000 * min(left_s))):
                 os.eventfd_read(event_fd)
-            now = time.monotonic()
+            now = MONOTONIC.now()
             for worker in late:
                 worker.patience_s = max(0.0, deadlines[worker] - max(now, began + FREE_S))
         slab.expect(False)

@@ -1,8 +1,7 @@
 """What the engine knows of its grammars, of the answers that follow them, and of the workers that have both."""
 
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pdkv.errors import PdkvError
 from pdkv.grammar.spec import Grammar
@@ -55,8 +54,9 @@ class Row:
 class WorkerState:
     """A worker, or the place of one that is not there now."""
 
-    def __init__(self, index: int, num_rows: int) -> None:
+    def __init__(self, index: int, num_rows: int, now: Callable[[], float]) -> None:
         self.index = index
+        self._now = now
         self.num_tenants = 0
         self.sock: socket.socket | None = None  # None: it is not there
         self.is_deaf = False  # its end of the socket is closed: how it ended is still to be heard
@@ -138,7 +138,7 @@ class WorkerState:
             return
         if is_awaited:
             if not self.num_awaited:
-                self.waits_since = time.monotonic()
+                self.waits_since = self._now()
             self.num_awaited += 1
         self.outbox += frame(message)
         self.flush()
@@ -169,5 +169,5 @@ class WorkerState:
         for message in self._frames.add(data):
             answer = decode_answer(message)
             self.num_awaited -= not isinstance(answer, Refused)
-            self.waits_since, self.num_ends = time.monotonic(), 0
+            self.waits_since, self.num_ends = self._now(), 0
             yield answer

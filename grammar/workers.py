@@ -15,11 +15,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import GrammarGivenUp, InvalidRequest, PdkvError, ServerBusy
 from pdkv.grammar.host_state import Known, Row, WorkerState
 from pdkv.grammar.slab import Slab, size_bytes
@@ -35,6 +35,7 @@ from pdkv.grammar.worker_messages import (
     Start,
     encode,
 )
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import RequestKey
 
 START_TIMEOUT_S = 120.0
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 class Workers:
     """The thread, the processes and their books, which `lock` guards."""
 
-    def __init__(self, start: Start, notify: Callable[[], None]) -> None:
+    def __init__(self, start: Start, notify: Callable[[], None], clock: Clock = MONOTONIC) -> None:
         """Starts nothing."""
         self.lock = threading.RLock()
         self.all: list[WorkerState] = []
@@ -69,27 +70,27 @@ class Workers:
         self._slab_fd = self._wake_fd = -1
         self._start = start
         self._notify = notify
+        self._now = clock.now
         self._has_news = False
         self._tenants: dict[str, WorkerState] = {}
         self._given_up: dict[bytes, float] = {}  # until when, by digest; in order
         self._broken: PdkvError | None = None  # why no grammar can be matched
-        self._thread: threading.Thread | None = None
+        self._thread = ServiceThread(self._run, self._wake, "grammars")
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._is_closed = False
 
     # --- books; the caller holds the lock -------------------------------------------------------------------------
 
     def begin(self, grammar: Grammar) -> None:
         """There is use for the thread. Raises GrammarGivenUp, InvalidRequest and ServerBusy where there is not."""
-        if self._is_closed:
+        if self._thread.stopping.is_set():
             raise ServerBusy("the engine is about to stop")
         if self._broken is not None:
             raise self._broken.anew()
-        if self._given_up.get(grammar.digest, 0.0) > time.monotonic():
+        if self._given_up.get(grammar.digest, 0.0) > self._now():
             text = f"the grammar was given up less than {REMEMBER_S:g} s ago: it costs too much to match"
             raise GrammarGivenUp(text, param="structured_outputs")
-        if self._thread is not None:
+        if self.slab is not None:
             return
         try:
             self._slab_fd = os.memfd_create("pdkv-masks", os.MFD_CLOEXEC)
@@ -97,9 +98,7 @@ class Workers:
             self.slab = Slab(self._slab_fd, self._start.shape)
             self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            thread = threading.Thread(target=self._run, name="grammars", daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread.start()
         except (OSError, RuntimeError) as error:
             self._close_fds()
             raise ServerBusy(f"no process can be started to match grammars: {error}") from None
@@ -109,7 +108,7 @@ class Workers:
         worker = self._tenants.get(tenant)
         if worker is None:
             if len(self.all) < self._start.shape.num_workers:
-                self.all.append(WorkerState(len(self.all), self._start.shape.rows_per_worker))
+                self.all.append(WorkerState(len(self.all), self._start.shape.rows_per_worker, self._now))
             worker = self._tenants[tenant] = min(self.all, key=lambda one: one.num_tenants)
             worker.num_tenants += 1
         return worker
@@ -117,7 +116,7 @@ class Workers:
     def send(self, worker: WorkerState, message: Order, *, is_awaited: bool = False) -> None:
         """Never blocks; a worker that is not there yet is told all when it is."""
         worker.send(message, is_awaited=is_awaited)
-        if (is_awaited or worker.outbox or worker.sock is None) and not self._is_closed:
+        if (is_awaited or worker.outbox or worker.sock is None) and not self._thread.stopping.is_set():
             os.eventfd_write(self._wake_fd, 1)
 
     def add_row(self, row: Row) -> None:
@@ -144,16 +143,16 @@ class Workers:
     def _give_up(self, known: Known, why: str) -> None:
         """Fail all requests that have a grammar, and refuse it for a while."""
         logger.warning("a grammar of %d characters was given up: it %s", len(known.grammar.text), why)
-        now = time.monotonic()
+        now = self._now()
         self._given_up = {digest: until for digest, until in self._given_up.items() if until > now}
         self._given_up[known.grammar.digest] = now + REMEMBER_S
         self._drop(known, GrammarGivenUp(f"the grammar {why}", param="structured_outputs"))
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, stopping: threading.Event) -> None:
         try:
-            while not self._is_closed:
+            while not stopping.is_set():
                 idle = self._missing()
                 if not idle or self._control is not None or self._begin_process():
                     self._turn(idle)
@@ -184,7 +183,7 @@ class Workers:
             deadlines = [worker.waits_since + STUCK_S for _, worker in there if worker.num_awaited]
             for fd, worker in there:
                 poll.register(fd, select.POLLIN | (select.POLLOUT if worker.outbox else 0))
-        left = math.ceil(1000 * max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
+        left = math.ceil(1000 * max(0.0, min(deadlines) - self._now())) if deadlines else None
         events = dict(poll.poll(left))
         with self.lock:
             self._take_in(events, there)
@@ -274,7 +273,7 @@ class Workers:
         assert self.slab is not None
         if not worker.num_awaited:
             return
-        now, calls = time.monotonic(), int(self.slab.calls[worker.index])
+        now, calls = self._now(), int(self.slab.calls[worker.index])
         if calls != worker.num_calls:
             worker.num_calls, worker.waits_since = calls, now
         elif now >= worker.waits_since + STUCK_S:
@@ -314,7 +313,7 @@ class Workers:
             command = [sys.executable, "-m", "pdkv.grammar.zygote", start, *map(str, fds)]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
-        if self._is_closed:
+        if self._thread.stopping.is_set():
             raise ConnectionError("it is not wanted any more")
         answer = control.recv(MAX_CONTROL_BYTES)
         if not answer:
@@ -358,20 +357,18 @@ class Workers:
 
     def close(self) -> None:
         """End thread and processes; what is waited for gets an error. Idempotent."""
+        self._thread.stop(_GRACE_S)
+        if self.slab is not None:
+            self._break(ServerBusy("the engine is about to stop"), is_final=False)
+            self._close_fds()
+
+    def _wake(self) -> None:
         with self.lock:
-            thread, process = self._thread, self._process
-            if self._is_closed:
-                return
-            self._is_closed = True
+            process = self._process
             if process is not None:
                 process.kill()  # if it is about to start, the thread waits for that
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
-        if thread is None:
-            return
-        thread.join(_GRACE_S)
-        self._break(ServerBusy("the engine is about to stop"), is_final=False)
-        self._close_fds()
 
     def _close_fds(self) -> None:
         for fd in (self._slab_fd, self.event_fd, self._wake_fd):

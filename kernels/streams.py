@@ -15,13 +15,13 @@ tests/support/recorded_streams.py stands in for a device and runs things in the 
 """
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import TransferTimeout
 
 if TYPE_CHECKING:
@@ -162,11 +162,11 @@ class CudaEvent(Event):
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self, timeout_s: float) -> None:
-        deadline, pause = time.monotonic() + timeout_s, threading.Event()
+        deadline, pause = MONOTONIC.now() + timeout_s, threading.Event()
         for pause_s in looks():
             if self.query():
                 return
-            if time.monotonic() >= deadline:
+            if MONOTONIC.now() >= deadline:
                 raise TransferTimeout(f"the device has not come to an event within {timeout_s:g} s")
             pause.wait(pause_s)
 

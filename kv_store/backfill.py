@@ -2,18 +2,19 @@
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import StoreError, StoreTimeout
 from pdkv.kv_store.base import Item, KVStore, Sized
 from pdkv.kv_store.recent_keys import RecentKeys
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import Tier, WritePolicy
 from pdkv.log_limit import LogLimit
+from pdkv.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ COLD_SHARE = 8
 WRITTEN_FOR_S = 60.0
 """So long a value is believed to be where it was written; then the tier is asked."""
 
-JOIN_TIMEOUT_S = 5.0
-
 
 class Backfill:
     """Copies behind everybody's back, by one thread that begins with the first copy. Nobody waits for it.
@@ -49,22 +48,23 @@ class Backfill:
         tiers: Sequence[Tier],
         put: Callable[[Tier, Sequence[Item], Mapping[bytes, Terms]], bool],
         delete: Callable[[Tier, Sequence[bytes]], object],
+        clock: Clock = MONOTONIC,
     ) -> None:
         """`put` writes what a tier lacks, and says whether the tier has all of it now. Neither raises StoreError."""
         self._source = source
         self._put = put
         self._delete = delete
+        self._clock = clock
         self._tiers = {policy: [t for t in tiers if t.write == policy] for policy in _POLICIES}
         self._log_limit = LogLimit(60.0)
         self._changed = threading.Condition()  # its lock guards what follows
         self._offered = {policy: _Queue() for policy in _POLICIES}  # values written, or used again
-        self._written = {policy: RecentKeys(WRITTEN_FOR_S) for policy in _POLICIES}
+        self._written = {policy: RecentKeys(WRITTEN_FOR_S, now=clock.now) for policy in _POLICIES}
         self._looks = False  # the source has less room than before
         self._is_busy = False
         self._is_held = False  # no copy is to begin
         self._deleted: set[bytes] | None = set()  # while the thread was busy; None: all
-        self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread = ServiceThread(self._serve, self._wake, "pdkv-backfill")
 
     def used(self, items: Iterable[Sized], terms: Mapping[bytes, Terms] = MappingProxyType({})) -> None:
         """The source has these values, and they were read. `terms`: of those that have some."""
@@ -79,7 +79,7 @@ class Backfill:
             for key, size in new[:num_taken]:
                 queue[key] = size, terms.get(key, NO_TERMS)
             if queue:
-                self._wake()
+                self._begin()
         for tier in self._tiers[policy] if len(new) > num_taken else ():
             tier.failures["skipped"] += len(new) - num_taken
 
@@ -88,7 +88,7 @@ class Backfill:
         if self._tiers["evicted"]:
             with self._changed:
                 self._looks = True
-                self._wake()
+                self._begin()
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
         """These values, or all, are deleted: they are not to come again by a copy under way. Called before they are."""
@@ -113,7 +113,7 @@ class Backfill:
         Raises:
             StoreTimeout: not within `timeout_s`.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.now() + timeout_s
         with self._changed:
             self._wait_until(lambda: not self._is_held, deadline)
             self._is_held = True  # the copy that is next waits, too
@@ -128,33 +128,28 @@ class Backfill:
 
     def close(self) -> None:
         """End the thread, with the call of a tier that is under way. Idempotent."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(JOIN_TIMEOUT_S)
-            if self._thread.is_alive():
-                logger.error("thread %s does not end", self._thread.name)
+        self._thread.stop()
 
     def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
-        if not self._changed.wait_for(condition, max(deadline - time.monotonic(), 0.0)):
+        if not self._clock.wait_for(self._changed, condition, deadline):
             raise StoreTimeout("a copy between tiers has not ended in time")
 
-    def _wake(self) -> None:
-        if self._thread is None and not self._stopping:
-            thread = threading.Thread(target=self._serve, name="pdkv-backfill", daemon=True)
-            thread.start()
-            self._thread = thread
+    def _begin(self) -> None:
+        self._thread.start()
         self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve(self, stopping: threading.Event) -> None:
         while True:
             with self._changed:
-                while not self._stopping and (self._is_held or not (any(self._offered.values()) or self._looks)):
+                while not stopping.is_set() and (self._is_held or not (any(self._offered.values()) or self._looks)):
                     self._changed.wait()
-                if self._stopping:
+                if stopping.is_set():
                     return
                 self._is_busy, self._deleted = True, set()
                 policy: WritePolicy = "all" if self._offered["all"] else "second-use"

@@ -4,10 +4,10 @@ import itertools
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import PART_BYTES, Buffer
 
@@ -23,8 +23,9 @@ _MAX_BUFFERS_PER_CALL = 512  # of sendmsg; the kernel takes 1024
 class Deadline:
     """A point in time that all waits of one call share."""
 
-    def __init__(self, seconds: float, what: str) -> None:
-        self._end = time.monotonic() + seconds
+    def __init__(self, seconds: float, what: str, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
+        self._end = clock.now() + seconds
         self._message = f"{what}: no answer within {seconds:g} s"
 
     def remaining(self) -> float:
@@ -33,10 +34,15 @@ class Deadline:
         Raises:
             StoreTimeout: none.
         """
-        left = self._end - time.monotonic()
+        left = self._end - self._clock.now()
         if left <= 0:
             raise StoreTimeout(self._message)
         return left
+
+    def wait(self, condition: threading.Condition) -> None:
+        """Until the (held) condition is notified. Raises as `remaining` does, where no time is left."""
+        self.remaining()
+        self._clock.wait(condition, self._end)
 
 
 class Channel:

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import os
 import threading
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from pdkv.clock import MONOTONIC, Clock, unix_time_ns
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.kv_store.base import Arrived, Buffer, Scattered, ScatteringStore
@@ -44,13 +44,14 @@ class FileStore(ScatteringStore):
 
     medium: ClassVar[str] = "disk"
 
-    def __init__(self, directory: str | Path, options: StoreOptions | None = None) -> None:
+    def __init__(self, directory: str | Path, options: StoreOptions | None = None, clock: Clock = MONOTONIC) -> None:
         """The directory is made (mode 0700) where it is missing, and swept.
 
         Raises:
             ConfigError: it cannot be made, read or written, or others could write there (PrivateDirectory).
         """
         self._options = options or StoreOptions()
+        self._clock = clock
         self._directory = PrivateDirectory(directory, "file store")
         self._where = f"file store {self._directory.path}"
         self._capacity = self._options.capacity
@@ -77,7 +78,7 @@ class FileStore(ScatteringStore):
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         with self._io() as deadline:
-            now = time.time_ns()
+            now = unix_time_ns()
             for index, (key, value) in enumerate(items):
                 deadline.remaining()
                 if not self._directory.is_file(file_name(key)):
@@ -108,7 +109,7 @@ class FileStore(ScatteringStore):
             self._num_calls += 1
         try:
             self._directory.reopen_if_removed()
-            yield Deadline(self._options.operation_timeout_s, self._where)
+            yield Deadline(self._options.operation_timeout_s, self._where, self._clock)
         except OSError as error:
             kind = StoreFull if error.errno in _FULL else StoreUnavailable
             raise kind(f"{self._where}: {error.strerror}") from error
@@ -127,7 +128,7 @@ class FileStore(ScatteringStore):
 
     def _read_all(self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived) -> list[bool]:
         with self._io() as deadline:
-            now = time.time_ns()
+            now = unix_time_ns()
             found: list[bool] = []
             for index, (key, buffers) in enumerate(zip(keys, out, strict=True)):
                 deadline.remaining()

@@ -20,7 +20,6 @@ import fcntl
 import mmap
 import os
 import struct
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
@@ -29,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from pdkv.clock import unix_time
 from pdkv.errors import StoreUnavailable
 from pdkv.host.fence import fence
 from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered
@@ -81,15 +81,15 @@ class Segment:
     time. Closing it while it is read is the caller's to avoid.
     """
 
-    def __init__(self, fd: int, *, writable: bool, clock: Callable[[], float] = time.time) -> None:
-        """Takes the descriptor over. `clock`: unix time, by which values end.
+    def __init__(self, fd: int, *, writable: bool, unix_time: Callable[[], float] = unix_time) -> None:
+        """Takes the descriptor over. `unix_time`: by which values end.
 
         Raises:
             StoreUnavailable: it is no segment of this version, or is shorter than it says.
             OSError: it cannot be mapped.
         """
         self.fd = fd
-        self.clock = clock
+        self.unix_time = unix_time
         self._close = weakref.finalize(self, os.close, fd)
         try:
             self.num_pages = _read_header(fd)
@@ -128,7 +128,7 @@ class Segment:
             fence()
             fields = self.entries[entry]
             if version and not version & 1 and (int(fields["key"][0]), int(fields["key"][1])) == key:
-                if (expires_at := int(fields["expires_at"])) and expires_at <= self.clock():
+                if (expires_at := int(fields["expires_at"])) and expires_at <= self.unix_time():
                     return None
                 return Found(entry, version, int(fields["size"]), int(fields["first_page"]))
             number = int(self.next_entry[entry])

@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from pdkv.clock import MONOTONIC, Clock, unix_time, unix_time_ns
 from pdkv.errors import ConfigError, StoreUnable, StoreUnavailable
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
@@ -84,9 +84,11 @@ class HostStore(ScatteringStore):
         self,
         directory: str | Path,
         options: StoreOptions | None = None,
-        clock: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = unix_time,
+        clock: Clock = MONOTONIC,
     ) -> None:
-        """`capacity` is that of a segment that is made here; `segment` chooses among a launch's. `clock`: unix time.
+        """`capacity` is that of a segment that is made here; `segment` chooses among a launch's. `unix_time`:
+        by which values end.
 
         Raises:
             ConfigError: the directory is not only this user's, or there is no memory for a segment's index.
@@ -98,6 +100,7 @@ class HostStore(ScatteringStore):
         self._directory = PrivateDirectory(directory, "host memory")
         self._where = f"host memory {self._directory.path}"
         self.scope = _scope_of(self._directory.fd, is_launch=any(n.endswith(_ADDRESS) for n in self._names()))
+        self._unix_time = unix_time
         self._clock = clock
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -109,7 +112,7 @@ class HostStore(ScatteringStore):
         self._looks_again = False  # also without a change
         self._log_limit = LogLimit(_QUIET_S)
         self._shunned: OrderedDict[tuple[str, int, int], None] = OrderedDict()  # deleted, but not ours to delete
-        self._asked_at = time.monotonic()  # for a segment to write
+        self._asked_at = self._clock.now()  # for a segment to write
         try:
             self._own_name, self.own = self._take_segment(options.capacity)
         except BaseException as error:
@@ -277,7 +280,7 @@ class HostStore(ScatteringStore):
                 continue
             segment = self._open(name, os.O_RDWR)
             if segment is not None and _lock(segment.fd):
-                return name, SegmentWriter(segment)
+                return name, SegmentWriter(segment, self._clock)
             if segment is not None:
                 segment.close()
         return "", None
@@ -289,8 +292,8 @@ class HostStore(ScatteringStore):
             StoreUnable: there is none. What others have written can be read all the same.
         """
         with self._lock:
-            if self.own is None and time.monotonic() >= self._asked_at + _ASK_AGAIN_S:
-                self._asked_at = time.monotonic()
+            if self.own is None and self._clock.now() >= self._asked_at + _ASK_AGAIN_S:
+                self._asked_at = self._clock.now()
                 self._own_name, self.own = self._take_free(self._names())
                 self._others = {name: other for name, other in self._others.items() if name != self._own_name}
             if self.own is None:
@@ -305,13 +308,13 @@ class HostStore(ScatteringStore):
             fd = self._directory.open(temporary, os.O_RDWR)
             assert fd is not None
             format_segment(fd, capacity)
-            segment = Segment(fd, writable=True, clock=self._clock)
+            segment = Segment(fd, writable=True, unix_time=self._unix_time)
             _lock(fd)  # before anybody finds it
             self._directory.rename(temporary, name)
         except BaseException:
             self._directory.remove(temporary)
             raise
-        return name, SegmentWriter(segment)
+        return name, SegmentWriter(segment, self._clock)
 
     def _open(self, name: str, flags: int) -> Segment | None:
         """None: it is gone, or none, which is said once; or it cannot be opened now, as without descriptors."""
@@ -322,7 +325,7 @@ class HostStore(ScatteringStore):
             if fd is not None and name.endswith(_ADDRESS):
                 with os.fdopen(fd, "rb") as file:
                     fd = msgspec.json.decode(file.read(), type=SegmentAddress).open(flags)
-            return None if fd is None else Segment(fd, writable=flags == os.O_RDWR, clock=self._clock)
+            return None if fd is None else Segment(fd, writable=flags == os.O_RDWR, unix_time=self._unix_time)
         except (FileNotFoundError, StoreUnavailable, msgspec.MsgspecError) as error:
             self._refused.add(name)
             logger.warning("%s: %s: %s", self._where, name, error)
@@ -342,7 +345,7 @@ class HostStore(ScatteringStore):
         if changed_at == self._looked_at and not self._looks_again:
             return
         self._looks_again = False
-        is_over = time.time_ns() > changed_at + _CLOCK_TICK_NS
+        is_over = unix_time_ns() > changed_at + _CLOCK_TICK_NS
         names = [name for name in self._names() if name != self._own_name]
         self._looked_at = changed_at if is_over else -1
         opened = ((name, self._others.get(name) or self._open(name, os.O_RDONLY)) for name in names)

@@ -1,7 +1,6 @@
 """The one writer of a segment: what it holds, in which order it goes, and which pages are free."""
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import StoreFull
 from pdkv.host.fence import fence
 from pdkv.kv_store.base import Buffer, Held, Sized
@@ -35,9 +35,10 @@ class _Held(NamedTuple):
 class SegmentWriter:
     """Threads may share it; the segment is no other process's to write."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, clock: Clock = MONOTONIC) -> None:
         """Go on with what is whole in the segment; the rest of it is free."""
         self.segment = segment
+        self._clock = clock
         self.num_evicted = 0
         self._lock = threading.Lock()
         self._held: OrderedDict[Key, _Held] = OrderedDict()  # least recently used first
@@ -79,7 +80,7 @@ class SegmentWriter:
 
     def _first_to_go(self, order: Iterable[Key], num_pages: int) -> dict[Sized, None]:
         found: dict[Sized, None] = {}
-        pinned_at, now = time.monotonic(), self.segment.clock()
+        pinned_at, now = self._clock.now(), self.segment.unix_time()
         for key in order:
             if num_pages <= 0:
                 break
@@ -102,7 +103,7 @@ class SegmentWriter:
             held = self._held.get(key)
             if held is None:
                 return None
-            if held.terms.expires_at and held.terms.are_over(self.segment.clock()):
+            if held.terms.expires_at and held.terms.are_over(self.segment.unix_time()):
                 self._remove(key)
                 return None
             if is_use:
@@ -122,7 +123,7 @@ class SegmentWriter:
         """
         if terms.expires_at > LAST_END:
             terms = terms._replace(expires_at=LAST_END)
-        if terms.are_over(self.segment.clock()):
+        if terms.are_over(self.segment.unix_time()):
             return
         self._drop_what_is_over()
         with self._lock:
@@ -143,7 +144,7 @@ class SegmentWriter:
 
     def _drop_what_is_over(self) -> None:
         """Values whose time is over go before any other one has to."""
-        now, num_dropped = self.segment.clock(), _MOST_AT_A_TIME
+        now, num_dropped = self.segment.unix_time(), _MOST_AT_A_TIME
         while num_dropped == _MOST_AT_A_TIME:
             num_dropped = 0
             with self._lock:
@@ -182,7 +183,7 @@ class SegmentWriter:
                     f"host memory: {num_pages * PAGE_BYTES} bytes would be pinned, {len(self._pins)} values of them "
                     f"before; at most {most * PAGE_BYTES} of {self._num_bytes} may be"
                 )
-            until = inf if ttl_s is None else time.monotonic() + ttl_s
+            until = inf if ttl_s is None else self._clock.now() + ttl_s
             self._pins.update(dict.fromkeys(found, until))
             return [key in self._held for key in keys]
 
@@ -235,7 +236,7 @@ class SegmentWriter:
         Raises:
             StoreFull: there is none that is not pinned.
         """
-        now = time.monotonic()
+        now = self._clock.now()
         for _ in range(len(among)):
             key = next(iter(among))
             if self._pins.get(key, 0.0) <= now and key not in self._expected:
@@ -253,7 +254,7 @@ class SegmentWriter:
 
     def _end_pins(self) -> None:
         """Forget those whose time is over."""
-        now = time.monotonic()
+        now = self._clock.now()
         self._pins = {key: until for key, until in self._pins.items() if until > now}
 
     def _num_pinned_pages(self, keys: Iterable[Key]) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer
 from pdkv.kv_store.connections import Channel, Deadline
@@ -92,9 +93,9 @@ def marker_name(key: bytes) -> str:
 class LMCacheServerStore(ServerStore):
     """A server, and its answers."""
 
-    def __init__(self, host: str, port: int, options: StoreOptions | None = None) -> None:
+    def __init__(self, host: str, port: int, options: StoreOptions | None = None, clock: Clock = MONOTONIC) -> None:
         """Connects on first use."""
-        super().__init__(f"LMCache at {host}:{port}", options)
+        super().__init__(f"LMCache at {host}:{port}", options, clock)
         self._address = (host, port)
 
     def connect(self, timeout_s: float) -> Channel:

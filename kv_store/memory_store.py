@@ -1,7 +1,6 @@
 """Values in this process's memory, shared by name, least recently used first out."""
 
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.clock import unix_time
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.terms import NO_TERMS, Ledger, Terms
@@ -29,7 +29,7 @@ class _Shelf:
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
-        self.clock: Callable[[], float] = time.time
+        self.unix_time: Callable[[], float] = unix_time
         self.num_users = 0
         self.num_bytes = 0
         self.num_evicted = 0
@@ -51,7 +51,7 @@ class _Shelf:
         """Add a value, at the cost of the least recently used ones; within a quota, of its owner's alone."""
         with self.lock:
             self._drop_what_is_over()
-            if key in self._values or terms.are_over(self.clock()):
+            if key in self._values or terms.are_over(self.unix_time()):
                 return
             while not self._ledger.fits(terms, value.nbytes):
                 self._evict(self._ledger.owned(terms.owner))
@@ -85,7 +85,7 @@ class _Shelf:
             assert {owner: count for owner, count in owned.items() if owner} == self._ledger.count()
 
     def _drop_what_is_over(self) -> None:
-        now = self.clock()
+        now = self.unix_time()
         while (key := self._ledger.first_over(now)) is not None:
             self._remove(key)
 
@@ -113,8 +113,10 @@ class MemoryStore(KVStore):
     is_shared: ClassVar[bool] = False
     medium: ClassVar[str] = "memory"
 
-    def __init__(self, name: str = "", capacity: int | None = None, clock: Callable[[], float] | None = None) -> None:
-        """`capacity` in bytes, 1 GiB by default. `clock`: of all stores of the name; unix time by default.
+    def __init__(
+        self, name: str = "", capacity: int | None = None, unix_time: Callable[[], float] | None = None
+    ) -> None:
+        """`capacity` in bytes, 1 GiB by default. `unix_time`: of all stores of the name.
 
         Raises:
             ConfigError: the name is in use with another capacity.
@@ -123,7 +125,7 @@ class MemoryStore(KVStore):
             shelf = _SHELVES.get(name) or _Shelf(name, capacity or DEFAULT_CAPACITY)
             if capacity not in (None, shelf.capacity):
                 raise ConfigError(f"memory://{name} is open with capacity {shelf.capacity}, now asked for {capacity}")
-            shelf.clock = clock or shelf.clock
+            shelf.unix_time = unix_time or shelf.unix_time
             shelf.num_users += 1
             self._shelf = _SHELVES[name] = shelf
         self._closed = False

@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 
 import msgspec
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.connections import Channel, Deadline
@@ -86,12 +86,20 @@ class ClientConnection(Channel):
 class MooncakeHost:
     """Owns the process. It is started with the first connection, and again where it has ended. Thread-safe."""
 
-    def __init__(self, master: tuple[str, int], metadata_server: str, timeout_s: float, what: str) -> None:
+    def __init__(
+        self,
+        master: tuple[str, int],
+        metadata_server: str,
+        timeout_s: float,
+        what: str,
+        clock: Clock = MONOTONIC,
+    ) -> None:
         """`master`: its host and port; `what` names it in messages. Starts nothing."""
         self._master = master
         self._metadata_server = metadata_server
         self._timeout_s = timeout_s
         self._what = what
+        self._clock = clock
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -201,14 +209,14 @@ class MooncakeHost:
             command = [sys.executable, "-P", "-m", "pdkv.kv_store.mooncake_process", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             unless_started.pop_all()
-        self._control, self._is_ready, self._started_at = control, False, time.monotonic()
+        self._control, self._is_ready, self._started_at = control, False, self._clock.now()
 
     def _await_ready(self, control: socket.socket, deadline: Deadline) -> None:
         control.settimeout(deadline.remaining())
         try:
             answer = control.recv(MAX_CONTROL_BYTES)
         except TimeoutError:
-            if time.monotonic() - self._started_at > _START_TIMEOUT_S:
+            if self._clock.now() - self._started_at > _START_TIMEOUT_S:
                 raise StoreUnavailable(self._end("did not start")) from None
             raise StoreTimeout(f"{self._what}: its client is not ready yet") from None
         except OSError as error:

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import ConfigError, StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store import mooncake_process as mooncake
 from pdkv.kv_store.base import PART_BYTES, Arrived, Buffer, TellingStore
@@ -37,7 +38,7 @@ class MooncakeStore(TellingStore):
     What goes when there is too much, and when, is the master's to say.
     """
 
-    def __init__(self, host: str, port: int, options: StoreOptions | None = None) -> None:
+    def __init__(self, host: str, port: int, options: StoreOptions | None = None, clock: Clock = MONOTONIC) -> None:
         """Connects on first use.
 
         Raises:
@@ -46,10 +47,11 @@ class MooncakeStore(TellingStore):
         if importlib.util.find_spec("mooncake") is None:
             raise ConfigError("the mooncake store needs the package mooncake: pip install 'pdkv[mooncake]'")
         self.options = options or StoreOptions()
+        self._clock = clock
         self.what = f"Mooncake at {host}:{port}"
         self._budget = ByteBudget(self.options.max_bytes_in_flight or BYTES_IN_FLIGHT)
         timeout_s = self.options.operation_timeout_s
-        self._host = MooncakeHost((host, port), self.options.metadata_server, timeout_s, self.what)
+        self._host = MooncakeHost((host, port), self.options.metadata_server, timeout_s, self.what, clock)
         self._pool = ConnectionPool(self._connect, self.what)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -129,7 +131,7 @@ class MooncakeStore(TellingStore):
             StoreUnavailable: there is no master, or its client ended.
         """
         try:
-            return self._pool.run(operation, Deadline(self.options.operation_timeout_s, self.what))
+            return self._pool.run(operation, Deadline(self.options.operation_timeout_s, self.what, self._clock))
         except StoreTimeout:
             self._host.probe()  # raises where nobody is there: the client tries for seconds
             raise

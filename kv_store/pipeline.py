@@ -31,7 +31,7 @@ class ByteBudget:
         """
         with self._freed:
             while not self._take(num_bytes):
-                self._freed.wait(deadline.remaining())
+                deadline.wait(self._freed)
 
     def try_acquire(self, num_bytes: int) -> bool:
         """Take bytes if there are as many."""

@@ -1,10 +1,11 @@
 """How fast a store is read: bytes, and the seconds in which somebody was reading."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+from pdkv.clock import MONOTONIC
 
 
 class ReadTime(NamedTuple):
@@ -17,7 +18,7 @@ class ReadTime(NamedTuple):
 class ReadMeter:
     """Threads may share it. Reads at the same time share their seconds, as they share the way to the store."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = MONOTONIC.now) -> None:
         self._now = now
         self._lock = threading.Lock()
         self._num_reading = 0

@@ -1,8 +1,10 @@
 """Keys that were seen lately, in memory of fixed size."""
 
-import time
 from array import array
+from collections.abc import Callable
 from math import inf
+
+from pdkv.clock import MONOTONIC
 
 _NUM_SLOTS = 1 << 16  # 1 MiB
 
@@ -13,9 +15,12 @@ class RecentKeys:
     So a key may be forgotten early; two keys are taken for one about never (64 bits of a hash).
     """
 
-    def __init__(self, valid_for_s: float = inf, num_slots: int = _NUM_SLOTS) -> None:
+    def __init__(
+        self, valid_for_s: float = inf, num_slots: int = _NUM_SLOTS, now: Callable[[], float] = MONOTONIC.now
+    ) -> None:
         """`valid_for_s`: so long a key is remembered, at most."""
         self._valid_for_s = valid_for_s
+        self._now = now
         self._hashes = array("q", bytes(8 * num_slots))
         self._times = array("d", bytes(8 * num_slots))
 
@@ -23,7 +28,7 @@ class RecentKeys:
         """It was seen now."""
         number = hash(key)
         slot = number % len(self._hashes)
-        self._hashes[slot], self._times[slot] = number, time.monotonic()
+        self._hashes[slot], self._times[slot] = number, self._now()
 
     def discard(self, key: bytes) -> None:
         """Forget it, if it is known."""
@@ -38,4 +43,4 @@ class RecentKeys:
     def __contains__(self, key: bytes) -> bool:
         number = hash(key)
         slot = number % len(self._hashes)
-        return self._hashes[slot] == number and time.monotonic() - self._times[slot] < self._valid_for_s
+        return self._hashes[slot] == number and self._now() - self._times[slot] < self._valid_for_s

@@ -6,12 +6,12 @@ connection are written and their replies read here: 2.5 to 5 times as fast for v
 
 import socket
 import ssl
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from pdkv.clock import MONOTONIC, Clock, unix_time
 from pdkv.errors import ConfigError, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer, Item
 from pdkv.kv_store.connections import Channel, Deadline
@@ -107,9 +107,15 @@ class RedisStore(ServerStore):
     of its own at that, if that is earlier.
     """
 
-    def __init__(self, url: str, options: StoreOptions | None = None, clock: Callable[[], float] = time.time) -> None:
-        """`url`: redis://[user:password@]host:port/db, rediss:// for TLS, or unix://[user:password@]/path. `clock`:
-        unix time.
+    def __init__(
+        self,
+        url: str,
+        options: StoreOptions | None = None,
+        unix_time: Callable[[], float] = unix_time,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        """`url`: redis://[user:password@]host:port/db, rediss:// for TLS, or unix://[user:password@]/path. `unix_time`:
+        by which values end.
 
         Raises:
             ConfigError: redis-py is not installed, it refuses the URL, or a file of certificates cannot be read.
@@ -119,12 +125,12 @@ class RedisStore(ServerStore):
         except ModuleNotFoundError as error:
             raise ConfigError("the redis store needs the package redis: pip install 'pdkv[redis]'") from error
         parts = urlsplit(url)
-        super().__init__(f"redis at {parts.netloc.rpartition('@')[2]}{parts.path}", options)
+        super().__init__(f"redis at {parts.netloc.rpartition('@')[2]}{parts.path}", options, clock)
         try:
             self._arguments = dict(parse_url(url))  # type: ignore[no-untyped-call]
         except ValueError as error:
             raise ConfigError(f"{self.what}: {error}") from None
-        self._clock = clock
+        self._unix_time = unix_time
         self._connection_class = self._arguments.pop("connection_class", Connection)
         if parts.scheme == "rediss":
             self._arguments |= _tls_arguments(self.options, self.what)
@@ -149,7 +155,7 @@ class RedisStore(ServerStore):
 
     def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
         deadline = self._deadline()
-        now = self._clock()
+        now = self._unix_time()
         items = [item for item in items if not terms.get(item[0], NO_TERMS).are_over(now)]
         present = self._contains([key for key, _ in items], deadline)  # spares the way of what is there
         missing = [item for item, found in zip(items, present, strict=True) if not found]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.options import StoreOptions
@@ -18,7 +19,7 @@ _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_ce
 
 
 class _Scheme(NamedTuple):
-    open: Callable[[SplitResult, StoreOptions], KVStore]
+    open: Callable[[SplitResult, StoreOptions, Clock], KVStore]
     options: frozenset[str]
 
 
@@ -36,8 +37,8 @@ class StorePlan(NamedTuple):
     parts: Sequence[_Part]
     retry_after_s: float
 
-    def open(self) -> KVStore:
-        """The store; several URLs make a TieredStore.
+    def open(self, clock: Clock = MONOTONIC) -> KVStore:
+        """The store, with deadlines by `clock`; several URLs make a TieredStore.
 
         Raises:
             ConfigError: an address that is none, or a package that is not installed.
@@ -45,7 +46,7 @@ class StorePlan(NamedTuple):
         stores: list[KVStore] = []
         try:
             for part in self.parts:
-                stores.append(part.scheme.open(part.parts, part.options))
+                stores.append(part.scheme.open(part.parts, part.options, clock))
         except BaseException:
             for store in stores:
                 store.close()
@@ -54,7 +55,8 @@ class StorePlan(NamedTuple):
             return stores[0]
         from pdkv.kv_store.tiers import TieredStore
 
-        return TieredStore(stores, self.retry_after_s, write=[part.options.write for part in self.parts])
+        write = [part.options.write for part in self.parts]
+        return TieredStore(stores, self.retry_after_s, write=write, clock=clock)
 
 
 def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
@@ -120,22 +122,22 @@ def _scheme_of(url: str) -> _Scheme:
     raise ConfigError(f"no store {without_secrets(url)!r}; known: {', '.join(f'{name}://' for name in _SCHEMES)}")
 
 
-def _open_memory(parts: SplitResult, options: StoreOptions) -> KVStore:
+def _open_memory(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
     from pdkv.kv_store.memory_store import MemoryStore
 
     return MemoryStore(parts.netloc + parts.path, options.capacity)
 
 
-def _open_file(parts: SplitResult, options: StoreOptions) -> KVStore:
+def _open_file(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
     from pdkv.kv_store.file_store import FileStore
 
-    return FileStore(_path_of(parts), options)
+    return FileStore(_path_of(parts), options, clock)
 
 
-def _open_host(parts: SplitResult, options: StoreOptions) -> KVStore:
+def _open_host(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
     from pdkv.kv_store.host_store import HostStore
 
-    return HostStore(_path_of(parts), options)
+    return HostStore(_path_of(parts), options, clock=clock)
 
 
 def _path_of(parts: SplitResult) -> str:
@@ -145,37 +147,37 @@ def _path_of(parts: SplitResult) -> str:
     return unquote(parts.path)
 
 
-def _open_redis(parts: SplitResult, options: StoreOptions) -> KVStore:
+def _open_redis(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
     from pdkv.kv_store.redis_store import RedisStore
 
     if not re.fullmatch(r"/?|/\d+", parts.path):  # redis-py would take database 0
         raise ConfigError(f"{without_secrets(parts.geturl())}: {parts.scheme}://host:port/db was expected, db a number")
-    return RedisStore(parts._replace(query="").geturl(), options)
+    return RedisStore(parts._replace(query="").geturl(), options, clock=clock)
 
 
-def _open_redis_socket(parts: SplitResult, options: StoreOptions) -> KVStore:
+def _open_redis_socket(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
     from pdkv.kv_store.redis_store import RedisStore
 
-    return RedisStore(f"unix://{parts.netloc}{parts.path}", options)
+    return RedisStore(f"unix://{parts.netloc}{parts.path}", options, clock=clock)
 
 
-def _open_lmcache(parts: SplitResult, options: StoreOptions) -> KVStore:
+def _open_lmcache(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
     from pdkv.kv_store.lmcache_store import LMCacheStore
 
     if not parts.hostname or parts.port is None or parts.path.strip("/"):
         raise ConfigError(f"lmcache://{parts.netloc}{parts.path}: lmcache://host:port was expected")
-    return LMCacheStore(parts.hostname, parts.port, options)
+    return LMCacheStore(parts.hostname, parts.port, options, clock)
 
 
-def _open_mooncake(parts: SplitResult, options: StoreOptions) -> KVStore:
+def _open_mooncake(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
     from pdkv.kv_store.mooncake_store import MooncakeStore
 
     if not parts.hostname or parts.port is None or parts.path.strip("/"):
         raise ConfigError(f"mooncake://{parts.netloc}{parts.path}: mooncake://host:port was expected")
-    return MooncakeStore(parts.hostname, parts.port, options)
+    return MooncakeStore(parts.hostname, parts.port, options, clock)
 
 
-def _open_objects(parts: SplitResult, options: StoreOptions) -> KVStore:
+def _open_objects(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
     if not parts.netloc or "@" in parts.netloc:
         raise ConfigError(
             f"{without_secrets(parts.geturl())}: {parts.scheme}://bucket/prefix was expected; credentials come from "

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.kv_store.base import TellingStore
 from pdkv.kv_store.connections import Channel, ConnectionPool, Deadline
 from pdkv.kv_store.options import BYTES_IN_FLIGHT, StoreOptions
@@ -15,10 +16,11 @@ Receive = Callable[[Channel, int], None]
 class ServerStore(TellingStore):
     """Commands of a batch are pipelined within `pipeline` and, over all calls, `max_bytes_in_flight`."""
 
-    def __init__(self, what: str, options: StoreOptions | None) -> None:
+    def __init__(self, what: str, options: StoreOptions | None, clock: Clock = MONOTONIC) -> None:
         """`what` names the server in messages. Connects on first use."""
         self.what = what
         self.options = options or StoreOptions()
+        self.clock = clock
         self._budget = ByteBudget(self.options.max_bytes_in_flight or BYTES_IN_FLIGHT)
         self._pool = ConnectionPool(self._open, what)
 
@@ -39,7 +41,7 @@ class ServerStore(TellingStore):
 
     def _deadline(self) -> Deadline:
         """That of a call which begins now."""
-        return Deadline(self.options.operation_timeout_s, self.what)
+        return Deadline(self.options.operation_timeout_s, self.what, self.clock)
 
     def _run(self, commands: Sequence[Command], receive: Receive, deadline: Deadline) -> None:
         """Send a batch and read its replies. It may run twice, when the first connection turns out to be lost."""

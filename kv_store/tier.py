@@ -1,11 +1,11 @@
 """One store of several: what it takes, what happened there, and when it is left alone."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
 from typing import Literal
 
+from pdkv.clock import Clock
 from pdkv.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Item, KVStore
 from pdkv.kv_store.read_meter import ReadMeter
@@ -40,13 +40,16 @@ class Rest:
 class Tier:
     """One store of several, and what happened there. The lock of the store that consists of them guards its state."""
 
-    def __init__(self, name: str, store: KVStore, write: WritePolicy, first_rest_s: float, *, watches: bool) -> None:
+    def __init__(
+        self, name: str, store: KVStore, write: WritePolicy, first_rest_s: float, *, watches: bool, clock: Clock
+    ) -> None:
         self.name = name
+        self._now = clock.now
         self.store = store
         self.write = write
         self.put_once = RecentKeys() if write == "second-use" else None  # keys that it was not given yet
         self.num_hits = 0
-        self.meter = ReadMeter()
+        self.meter = ReadMeter(clock.now)
         self.failures: Counter[str] = Counter()  # by error code; "skipped": calls while it was left alone
         self.is_near = store.medium != "store"  # no server that could hang or be full for all
         self.is_watched = watches and not self.is_near
@@ -57,7 +60,7 @@ class Tier:
 
     def rests(self, kind: CallKind, now: float | None = None) -> bool:
         """Whether such calls are spared now."""
-        now = time.monotonic() if now is None else now
+        now = self._now() if now is None else now
         return self.away is not None or self.reads.until > now or (kind == "write" and self.writes.until > now)
 
     def failed(self, kind: CallKind, error: StoreError, now: float) -> None:

@@ -1,7 +1,6 @@
 """Several stores as one, fastest first."""
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -9,6 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import StoreError, StoreUnavailable
 from pdkv.kv_store.backfill import Backfill
 from pdkv.kv_store.base import (
@@ -57,6 +57,7 @@ class TieredStore(TellingStore):
         *,
         write: Sequence[WritePolicy] = (),
         watches: bool = True,
+        clock: Clock = MONOTONIC,
     ) -> None:
         """Takes the stores over: `close` closes them. `write`: of each tier; empty: all take all. `watches`: False:
         calls are waited for as long as they take, and rests end by their time alone.
@@ -64,18 +65,19 @@ class TieredStore(TellingStore):
         policies = write or ["all"] * len(stores)
         assert policies[0] == "all", policies
         self.tiers = [
-            Tier(tier_name(place, store), store, policy, retry_after_s, watches=watches)
+            Tier(tier_name(place, store), store, policy, retry_after_s, watches=watches, clock=clock)
             for place, (store, policy) in enumerate(zip(stores, policies, strict=True))
         ]
         self._lock = threading.Lock()  # of the tiers' state
+        self._clock = clock
         self._is_closed = False
-        self._watch = TierWatch(self.tiers, self._lock, max(retry_after_s, LATE_S))
+        self._watch = TierWatch(self.tiers, self._lock, max(retry_after_s, LATE_S), clock)
         shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
         reaching_all = [tier for tier in shared if tier.write == "all" and not tier.store.scope]
         self._shared = reaching_all or shared
         self.scope = self._shared[0].store.scope
         lazy = [] if not self.tiers[0].is_near else self.tiers[1:]
-        self._backfill = Backfill(stores[0], lazy, self._fill, self._take_back) if lazy else None
+        self._backfill = Backfill(stores[0], lazy, self._fill, self._take_back, clock) if lazy else None
 
     @property
     def asks_key_by_key(self) -> bool:
@@ -306,7 +308,7 @@ class TieredStore(TellingStore):
 
     def _awake(self, kind: CallKind, among: Sequence[Tier] | None = None) -> list[Tier]:
         """Tiers (None: of all) to ask now; counts those that are left alone."""
-        now = time.monotonic()
+        now = self._clock.now()
         awake = []
         for tier in self.tiers if among is None else among:
             if tier.rests(kind, now):

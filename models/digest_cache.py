@@ -7,12 +7,12 @@ import contextlib
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from pdkv.clock import unix_time
 from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.host.file_lock import FileLock
 from pdkv.host.private_directory import PrivateDirectory
@@ -124,7 +124,7 @@ def _prune(directory: PrivateDirectory) -> None:
             with contextlib.suppress(FileNotFoundError):
                 files.append((entry.stat(follow_symlinks=False).st_mtime, entry.name))
     files.sort(reverse=True)
-    killed = time.time() - _MAX_TEMPORARY_AGE_S
+    killed = unix_time() - _MAX_TEMPORARY_AGE_S
     overdue = [name for _, name in files[_MAX_FILES:]]
     overdue += [name for changed_s, name in files if name.startswith(".") and changed_s < killed]
     for name in overdue:

@@ -25,6 +25,7 @@ from pdkv.models.config import ModelConfig
 from pdkv.models.digest_cache import DigestCache
 from pdkv.models.json_fields import read_json
 from pdkv.models.weight_files import StoredTensor, WeightFile, WeightFiles
+from pdkv.service_thread import ServiceThread
 
 KV_FORMAT_VERSION = 1
 """To be raised when the same model, tokens and layout give other KV bytes than before."""
@@ -53,10 +54,9 @@ class ModelSource:
         self._facts = [f"format {KV_FORMAT_VERSION}", _describe_config(path, config)]
         self.files = WeightFiles(path)
         self._cache = DigestCache(cache)  # of the thread, once that runs
-        self._cancelled = threading.Event()
         self._waits_for: FileLock | None = None
         self._result: Future[str] = Future()
-        self._thread = threading.Thread(target=self._run, name="pdkv-identity", daemon=True)
+        self._thread = ServiceThread(self._run, self._give_up_waiting, "pdkv-identity")
         try:
             known = self._known_digests()
             if known is not None:
@@ -83,14 +83,14 @@ class ModelSource:
 
     def close(self) -> None:
         """Give up what is not done, and close the files. Idempotent."""
-        self._cancelled.set()
+        self._thread.stop(threading.TIMEOUT_MAX)
+        self._cache.close()
+        self.files.close()
+
+    def _give_up_waiting(self) -> None:
         lock = self._waits_for
         if lock is not None:
             lock.give_up()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._cache.close()
-        self.files.close()
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +108,7 @@ class ModelSource:
             known[file.path] = digests
         return known
 
-    def _run(self) -> None:
+    def _run(self, stopping: threading.Event) -> None:
         try:
             self._result.set_result(self._combine({file.path: self._digests(file) for file in self.files.files}))
         except BaseException as error:  # whoever asks for the identity gets it
@@ -132,7 +132,7 @@ class ModelSource:
             yield self._cache.keeps(file)
             return
         self._waits_for = lock
-        if self._cancelled.is_set():
+        if self._thread.stopping.is_set():
             lock.give_up()
         locked = lock.acquire(_LOCK_BASE_S + file.stamp.size / _LOCK_BYTES_PER_S)
         try:
@@ -151,7 +151,7 @@ class ModelSource:
         digest = xxhash.xxh3_128()
         at = tensor.begin
         while at < tensor.end:
-            if self._cancelled.is_set():
+            if self._thread.stopping.is_set():
                 raise ModelError(f"{file.path}: reading was cancelled")
             try:
                 num_read = os.preadv(file.fd, [buffer[: tensor.end - at]], at)

@@ -6,7 +6,6 @@ reads the others' parts itself (or their switch adds them up), in one kernel bet
 
 import logging
 import random
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from pdkv.clock import MONOTONIC
 from pdkv.kernels.streams import streams_of
 from pdkv.models.parallel import DeviceRanks, TensorParallel
 from pdkv.models.shard import Shard
@@ -113,9 +113,9 @@ class CudaSums(SharedSums):
         done, given, signals = self._streams.make_event(), self._streams.make_event(), self._streams.make_stream()
         done.record()
         pads = [self._pad(rank) for rank in range(self._shard.size)]
-        deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+        deadline = MONOTONIC.now() + _RELEASE_TIMEOUT_S
         while not done.query():
-            if time.monotonic() > deadline:
+            if MONOTONIC.now() > deadline:
                 logger.warning("rank %d of %d: its GPU waits for a lost rank", self._shard.rank, self._shard.size)
                 return
             with signals.on():

@@ -10,11 +10,11 @@ import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Sequence
 
 import torch
 
+from pdkv.clock import MONOTONIC
 from pdkv.errors import ConfigError, RankError, RankGone, RankTimeout
 from pdkv.models.shard import Shard
 
@@ -80,7 +80,7 @@ class RankMemory:
         parts = parts.view(self._shard.size, *part.shape)
         parts[self._shard.rank].copy_(part)
         word = _WORD.pack(self._number, part.nbytes)
-        deadline = time.monotonic() + self.timeout_s
+        deadline = MONOTONIC.now() + self.timeout_s
         self._broken = True  # until everybody has said the same
         for rank in self._peers:
             self._send(rank, word, deadline)
@@ -104,7 +104,7 @@ class RankMemory:
 
     def _meet(self) -> mmap.mmap:
         """Rank 0 makes the memory and gives it to the others; all hear of all."""
-        rank, size, deadline = self._shard.rank, self._shard.size, time.monotonic() + self.timeout_s
+        rank, size, deadline = self._shard.rank, self._shard.size, MONOTONIC.now() + self.timeout_s
         num_bytes = _NUM_SLOTS * size * SLOT_BYTES
         fd = _make_memory(num_bytes) if rank == 0 else -1
         try:
@@ -160,7 +160,7 @@ class RankMemory:
     def _wait(self, rank: int, event: int, deadline: float) -> None:
         poll = select.poll()
         poll.register(self._peers[rank], event)
-        if not poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+        if not poll.poll(max(deadline - MONOTONIC.now(), 0.0) * 1000):
             raise RankTimeout(f"{self}: rank {rank} did not come in time")
 
     def _gone(self, rank: int, why: str | None) -> RankError:

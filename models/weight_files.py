@@ -8,12 +8,12 @@ import logging
 import math
 import os
 import stat
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from pdkv.clock import unix_time
 from pdkv.errors import ModelError
 from pdkv.models.json_fields import read_json
 
@@ -68,7 +68,7 @@ class WeightFile:
             status = os.fstat(self.fd)
             if not stat.S_ISREG(status.st_mode):
                 raise ModelError(f"{path}: is not a regular file")
-            self.opened_at = time.time()
+            self.opened_at = unix_time()
             self.stamp = Stamp.of(status)
             self.tensors = _read_header(self.fd, path, status.st_size)
         except BaseException:

@@ -5,11 +5,11 @@ engine has saved; a hand-off is a lookup whose answer is known. No call of a sto
 store gives back is verified before anybody uses it (envelope.py): a store need not be trusted with its memory.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import unix_time
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
@@ -60,7 +60,7 @@ class StoreConnector(KVConnector):
     probe_interval_s: ClassVar[float] = 5.0  # how often a store that does not answer is asked again; also at the start
     watches: ClassVar[bool] = True  # a server that is silent is asked whether it is there
     retry_after_s: float = 1.0  # how long a server that failed is left alone, at first
-    clock = staticmethod(time.time)  # by which stored values end
+    unix_time = staticmethod(unix_time)  # by which stored values end
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
@@ -114,22 +114,28 @@ class StoreConnector(KVConnector):
         """
         if self._store is None:
             store = self.open_store()
-            is_server = store.medium == "store" and not isinstance(store, TieredStore)
-            self._store = TieredStore([store], self.retry_after_s, watches=self.watches) if is_server else store
+            if store.medium == "store" and not isinstance(store, TieredStore):
+                store = TieredStore([store], self.retry_after_s, watches=self.watches, clock=self.config.clock)
+            self._store = store
         return self._store
 
     def make_scheduler_side(self) -> SchedulerConnector:
-        lookups = KeyLookups(
+        news, ahead = StoreNews(self.store, self.cut, self._value_bytes()), self.store.look_ahead_bytes
+        lookups = self.make_lookups()
+        return StoreScheduler(
+            self.config, self.options, self.cut, lookups, news, ahead, self.unix_time, table=self.block_table
+        )
+
+    def make_lookups(self) -> KeyLookups:
+        """What a scheduler side asks."""
+        return KeyLookups(
             self.store,
             self.cut.suffixes,
             self.notify,
             timeout_s=self.options.lookup_timeout_s,
             known_for_s=self.options.known_for_s,
             probe_interval_s=self.probe_interval_s,
-        )
-        news, ahead = StoreNews(self.store, self.cut, self._value_bytes()), self.store.look_ahead_bytes
-        return StoreScheduler(
-            self.config, self.options, self.cut, lookups, news, ahead, self.clock, table=self.block_table
+            clock=self.config.clock,
         )
 
     def _value_bytes(self) -> int:
@@ -140,7 +146,7 @@ class StoreConnector(KVConnector):
         return sum(self.coder.body_bytes(0, part.part, num_units) + ENVELOPE_BYTES for part in self.cut.parts[0])
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
-        values = SealedValues(self.store, self.sealer, self.clock)
+        values = SealedValues(self.store, self.sealer, self.unix_time)
         return StoreWorker(self.config, self.options, self.cut, values, self.notify, coder=self.coder)
 
     def shutdown(self) -> None:

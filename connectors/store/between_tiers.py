@@ -5,10 +5,10 @@ it in between, no value is in neither place. What it copies may itself make room
 it looks again which values are there before it removes them, and copies nothing after that.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import compress
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.store.pieces import Slot
 from pdkv.connectors.store.plan import Value
 from pdkv.connectors.store.values import SealedValues
@@ -32,11 +32,12 @@ class BetweenTiers:
         values: of the store that consists of the tiers.
     """
 
-    def __init__(self, values: SealedValues, each_buffer: EachBuffer) -> None:
+    def __init__(self, values: SealedValues, each_buffer: EachBuffer, clock: Clock = MONOTONIC) -> None:
         self.num_damaged = 0  # values that were not what was saved
         self._values = values
         self._store = values.store
         self._each_buffer = each_buffer
+        self._clock = clock
 
     def prefetch(
         self,
@@ -112,9 +113,9 @@ class BetweenTiers:
 
     def _take_out(self, keys: Sequence[bytes], source: KVStore, destination: KVStore, deadline: float) -> int:
         """Remove from the source what the destination still has; returns how many."""
-        with self._store.still(deadline - time.monotonic()):  # else a copy could bring back what is removed
+        with self._store.still(deadline - self._clock.now()):  # else a copy could bring back what is removed
             there = list(compress(keys, destination.contains(keys)))
-            if time.monotonic() >= deadline:
+            if self._clock.now() >= deadline:
                 raise TransferTimeout("all was copied, and not removed in time")
             self._store.forget(there)
             return source.discard(there)

@@ -1,10 +1,10 @@
 """Forms in which each value is stored, and which one a load reads: CacheGen's adaptation (SIGCOMM '24, section 5.3)."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.pieces import Piece
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
@@ -18,8 +18,8 @@ _KEPT = 0.5  # of what earlier reads weigh, with each read
 class Pace:
     """How fast one thread has read and decoded of late. Threads may share it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, now: Callable[[], float] = MONOTONIC.now) -> None:
+        self._now = now
         self._bytes = self._seconds = self._last = 0.0
         self._lock = threading.Lock()
 
@@ -30,13 +30,13 @@ class Pace:
         with self._lock:
             self._bytes = self._bytes * _KEPT + num_bytes
             self._seconds = self._seconds * _KEPT + seconds
-            self._last = self._clock()
+            self._last = self._now()
 
     @property
     def bytes_per_s(self) -> float | None:
         """None: nothing was read of late."""
         with self._lock:
-            if not self._bytes or self._clock() - self._last > PACE_VALID_S:
+            if not self._bytes or self._now() - self._last > PACE_VALID_S:
                 return None
             return self._bytes / max(self._seconds, 1e-9)
 

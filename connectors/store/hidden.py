@@ -1,11 +1,11 @@
 """How much of the time of loads and saves was hidden: the step thread computed meanwhile and did not wait for them."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from pdkv.clock import MONOTONIC
 from pdkv.wire.messages import ConnectorStats
 
 
@@ -15,7 +15,7 @@ class ComputeClock:
     Where a device computes behind its host, that is the time in which steps are launched: less than the device's.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = MONOTONIC.now) -> None:
         self.now = now
         self._state: tuple[float, float | None] = (0.0, None)  # seconds until it was started last, and when that was
 

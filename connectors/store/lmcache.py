@@ -116,19 +116,11 @@ class LMCacheConnector(StoreConnector):
 
     def make_scheduler_side(self) -> SchedulerConnector:
         options = self.options
-        lookups = KeyLookups(
-            self.store,
-            self.cut.suffixes,
-            self.notify,
-            timeout_s=options.lookup_timeout_s,
-            known_for_s=options.known_for_s,
-            probe_interval_s=self.probe_interval_s,
-        )
         try:
             keys = ChunkKeys(options.tokens_per_value, options.hash, options.hash_seed)
         except subprocess.SubprocessError as error:
             raise ConfigError(f"option hash_seed: Python does not take {options.hash_seed!r}: {error}") from None
-        news = _NoNews(self.store, self.cut)
+        lookups, news = self.make_lookups(), _NoNews(self.store, self.cut)
         return _ChunkScheduler(self.config, options, self.cut, lookups, news, keys, self.notify, self.block_table)
 
 

@@ -6,15 +6,16 @@ other keys the answer is which of them are there.
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import compress, product
 from math import inf
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import StoreError, TransferError
 from pdkv.kv_store.base import PROBE_KEY, KVStore
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import ConnectorStats
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ BARRED_S = 30.0
 
 MISS_VALID_S = 1.0
 """So long a miss is believed without asking again; the answer to a lookup is given once, however late."""
-
-JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +73,7 @@ class KeyLookups:
         timeout_s: float,
         known_for_s: float = 30.0,
         probe_interval_s: float = inf,
+        clock: Clock = MONOTONIC,
     ) -> None:
         self.num_failed = 0  # the store said so
         self.num_timeouts = 0
@@ -84,6 +84,7 @@ class KeyLookups:
         self._suffixes = list(suffixes)
         self._notify = notify
         self._timeout_s = timeout_s
+        self._clock = clock
         self._known_for_s = known_for_s
         self._known: OrderedDict[bytes, float] = OrderedDict()  # since when; step thread and lookups, under the lock
         self._ends: OrderedDict[bytes, int] = OrderedDict()  # unix times, of values that have one as far as is known
@@ -94,11 +95,10 @@ class KeyLookups:
         self._problem = ""  # why the last lookup failed: until one succeeds there is one at a time
         self._probe_interval_s = probe_interval_s
         self._next_probe = inf if probe_interval_s == inf else 0.0  # when the store is asked although nobody waits
-        self._stopping = False
         self._changed = threading.Condition()  # its lock guards all of this
         self._threads = [
-            threading.Thread(target=self._serve, name="pdkv-lookup", daemon=True),
-            threading.Thread(target=self._watch, name="pdkv-lookup-deadline", daemon=True),
+            ServiceThread(self._serve, self._wake, "pdkv-lookup"),
+            ServiceThread(self._watch, self._wake, "pdkv-lookup-deadline"),
         ]
         for thread in self._threads:
             thread.start()
@@ -124,7 +124,7 @@ class KeyLookups:
         Args:
             wanted: False: only begin to look, the answer is asked for later.
         """
-        now = time.monotonic()
+        now = self._clock.now()
         with self._changed:
             first = next((i for i, key in enumerate(keys) if not self._believes(key, now)), len(keys))
             if first == len(keys) or self._misses_now(keys[first], now, wanted=wanted):
@@ -133,7 +133,7 @@ class KeyLookups:
 
     def look_up(self, keys: Sequence[bytes], *, wanted: bool = True) -> list[bool] | None:
         """Which of the keys are stored; None: it is being looked up, and `notify` will tell. `wanted`: as above."""
-        now = time.monotonic()
+        now = self._clock.now()
         with self._changed:
             answers = [self._believes(key, now) for key in keys]
             unknown = [
@@ -169,7 +169,7 @@ class KeyLookups:
 
     def are_known(self, keys: Sequence[bytes]) -> list[bool]:
         """Which values are believed to be stored."""
-        now = time.monotonic()
+        now = self._clock.now()
         with self._changed:
             if self._barred:
                 return [self._believes(key, now) for key in keys]
@@ -213,13 +213,13 @@ class KeyLookups:
 
     def barred(self, keys: Sequence[bytes]) -> list[bytes]:
         """Values that were damaged a while ago, or stood behind one that was."""
-        now = time.monotonic()
+        now = self._clock.now()
         with self._changed:
             return [key for key in keys if now < self._barred.get(key, 0.0)] if self._barred else []
 
     def bar(self, keys: Sequence[bytes]) -> None:
         """The values are damaged, or may be: they are misses for BARRED_S, whatever the store says."""
-        until = time.monotonic() + BARRED_S
+        until = self._clock.now() + BARRED_S
         with self._changed:
             for key in keys:
                 self._known.pop(key, None)
@@ -230,14 +230,13 @@ class KeyLookups:
 
     def close(self) -> None:
         """End the threads. Idempotent."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
         self._store.hang_up(for_good=True)
         for thread in self._threads:
-            thread.join(JOIN_TIMEOUT_S)
-            if thread.is_alive():
-                logger.error("thread %s does not end", thread.name)
+            thread.stop()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     # --- under the lock -------------------------------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class KeyLookups:
         return since is not None and now - since < self._known_for_s
 
     def _add(self, keys: Sequence[bytes]) -> None:
-        known, now = self._known, time.monotonic()
+        known, now = self._known, self._clock.now()
         for key in keys:  # `update` of an ordered dictionary takes twice as long
             known[key] = now
             known.move_to_end(key)
@@ -262,7 +261,7 @@ class KeyLookups:
             self._known.popitem(last=False)
 
     def _missed(self, key: bytes) -> None:
-        self._misses[key] = _Miss(time.monotonic())
+        self._misses[key] = _Miss(self._clock.now())
         self._misses.move_to_end(key)
         while len(self._misses) > MAX_KNOWN_KEYS:
             self._misses.popitem(last=False)
@@ -287,17 +286,16 @@ class KeyLookups:
         if not self._problem:
             logger.warning("KV store: %s; prompts are computed instead (not reported again until it answers)", what)
         self._problem = what
-        self._next_probe = time.monotonic() + self._probe_interval_s
+        self._next_probe = self._clock.now() + self._probe_interval_s
 
     # --- threads --------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve(self, stopping: threading.Event) -> None:
         while True:
             with self._changed:
-                while not (self._queue or self._stopping or self._next_probe <= time.monotonic()):
-                    waits = self._next_probe < inf
-                    self._changed.wait(max(self._next_probe - time.monotonic(), 0.0) if waits else None)
-                if self._stopping:
+                while not (self._queue or stopping.is_set() or self._next_probe <= self._clock.now()):
+                    self._clock.wait(self._changed, self._next_probe if self._next_probe < inf else None)
+                if stopping.is_set():
                     return
                 lookups, self._queue = self._queue, []
             error = ""
@@ -359,11 +357,11 @@ class KeyLookups:
         size = len(others)
         return {key for i, key in enumerate(found) if all(there[i * size : (i + 1) * size])}
 
-    def _watch(self) -> None:
+    def _watch(self, stopping: threading.Event) -> None:
         """Answer lookups past their deadline with what is near."""
         while True:
             with self._changed:
-                now = time.monotonic()
+                now = self._clock.now()
                 late = [lookup for lookup in self._pending.values() if lookup.deadline <= now]
             near = self._look_near(late)
             with self._changed:
@@ -375,10 +373,10 @@ class KeyLookups:
                     if self._near is None:
                         self._failed(f"no answer to a lookup within {self._timeout_s:g} s")
                 if not late:
-                    if self._stopping:
+                    if stopping.is_set():
                         return
                     first = next(iter(self._pending.values()), None)
-                    self._changed.wait(None if first is None else max(first.deadline - time.monotonic(), 0.0))
+                    self._clock.wait(self._changed, None if first is None else first.deadline)
                     continue
             self._notify()
 

@@ -7,17 +7,18 @@ scheduler side, which makes one answer of all ranks'.
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
 from pdkv.connectors.store.between_tiers import BetweenTiers
 from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
+from pdkv.service_thread import ServiceThread
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, ConnectorStats, TierAnswer
 
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ORDERS = 16
 """That wait on one rank; further ones are refused."""
-
-JOIN_TIMEOUT_S = 5.0
 
 _answers = msgspec.msgpack.Decoder(CacheAnswer)
 
@@ -118,7 +117,8 @@ def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
 class TierOrders:
     """What one rank does about orders. `carry_out` blocks: the store's deadlines bound it."""
 
-    def __init__(self, store: KVStore, cut: StoreCut, between: BetweenTiers) -> None:
+    def __init__(self, store: KVStore, cut: StoreCut, between: BetweenTiers, clock: Clock = MONOTONIC) -> None:
+        self.clock = clock
         self._store = store
         self._cut = cut
         self._between = between
@@ -148,7 +148,7 @@ class TierOrders:
 
     def _try(self, order: CacheOrder, name: str, tier: KVStore, deadline: float) -> TierAnswer:
         try:
-            if time.monotonic() >= deadline:
+            if self.clock.now() >= deadline:
                 raise TransferTimeout(f"what came before it took {order.timeout_s:g} s")
             num_tokens, num_values = self._carry_out(order, tier, deadline)
         except TransferError as error:
@@ -228,8 +228,7 @@ class OrderThread:
         self._notify = notify
         self._todo: queue.SimpleQueue[tuple[CacheOrder, float] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[TransferKey, TransferOutcome]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._thread = ServiceThread(self._run, lambda: self._todo.put(None), "pdkv-store-orders")
 
     @property
     def stats(self) -> ConnectorStats:
@@ -243,35 +242,23 @@ class OrderThread:
             self._answer(order, self._orders.refuse(order, error))
             return
         try:
-            self._start()
+            self._thread.start()
         except RuntimeError as error:
             self._answer(order, self._orders.refuse(order, ServerBusy(f"no thread for orders: {error}")))
             return
-        self._todo.put((order, time.monotonic() + order.timeout_s))
+        self._todo.put((order, self._orders.clock.now() + order.timeout_s))
 
     def take(self) -> dict[TransferKey, TransferOutcome]:
         """What has been done since the last call. Never blocks."""
         num_done = self._done.qsize()
         return dict(self._done.get_nowait() for _ in range(num_done)) if num_done else {}
 
-    def _start(self) -> None:
-        """Raises RuntimeError where the system has no more threads."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="pdkv-store-orders", daemon=True)
-            thread.start()
-            self._thread = thread
-
     def close(self) -> None:
         """End the thread behind the order that it is at. Idempotent."""
-        if self._thread is not None:
-            self._is_closed = True
-            self._todo.put(None)
-            self._thread.join(JOIN_TIMEOUT_S)
-            if self._thread.is_alive():
-                logger.error("thread %s does not end", self._thread.name)
+        self._thread.stop()
 
-    def _run(self) -> None:
-        while (item := self._todo.get()) is not None and not self._is_closed:
+    def _run(self, stopping: threading.Event) -> None:
+        while (item := self._todo.get()) is not None and not stopping.is_set():
             order, deadline = item
             num_damaged = self._orders.num_damaged
             try:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.store.plan import StoreLoad, Value
 from pdkv.errors import KVNotFound, TransferTimeout
 
@@ -65,7 +66,8 @@ class LoadProgress:
 class LayerLoad:
     """A load that the forward pass waits for, stage by stage."""
 
-    def __init__(self, num_jobs: Sequence[int]) -> None:
+    def __init__(self, num_jobs: Sequence[int], clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
         self._num_open = list(num_jobs)  # by stage
         self._failed = False
         self._changed = threading.Condition()
@@ -87,7 +89,7 @@ class LayerLoad:
         """Whether the rest does not come."""
         return self._failed
 
-    def wait(self, stage: int, timeout_s: float) -> bool:
-        """Whether the stage's layers came in, or the load has failed, within that time."""
+    def wait(self, stage: int, until: float) -> bool:
+        """Whether the stage's layers came in, or the load has failed, before the clock shows `until`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._failed or not self._num_open[stage], timeout_s)
+            return self._clock.wait_for(self._changed, lambda: self._failed or not self._num_open[stage], until)

@@ -1,6 +1,5 @@
 """The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
 
-import time
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +11,7 @@ import msgspec
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import unix_time
 from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
@@ -133,13 +133,12 @@ class StoreScheduler(SchedulerConnector):
         lookups: KeyLookups,
         news: StoreNews,
         look_ahead_bytes: int = 0,
-        clock: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = unix_time,
         *,
         table: BlockTable | None = None,
     ) -> None:
-        """`look_ahead_bytes`: of a rank's values that the store spares for waiting requests; 0: none. `clock`: unix
-        time, by which stored values end. `table`: of the pool; without it
-        nothing waits for room.
+        """`look_ahead_bytes`: of a rank's values that the store spares for waiting requests; 0: none. `unix_time`: by
+        which stored values end. `table`: of the pool; without it nothing waits for room.
         """
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,
@@ -149,7 +148,7 @@ class StoreScheduler(SchedulerConnector):
         self.lookups = lookups
         self.num_late_saves = 0  # values that were not written: too much was under way
         self._options = options
-        self._unix_time = clock
+        self._unix_time = unix_time
         self._cut = cut
         self._block_size = config.layout.block_size
         layout = config.layout

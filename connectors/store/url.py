@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import Requirement
 from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.kv_store.options import StoreOptions
@@ -28,10 +29,11 @@ class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
         plan_store(options.url, {name: text for name, text in texts.items() if name in StoreOptions.names()})
         return options
 
-    def open_store(self) -> KVStore:
+    def open_store(self, clock: Clock = MONOTONIC) -> KVStore:
+        """`clock`: of its deadlines."""
         values = {name: (getattr(self, name), item.default) for name, item in options_of(StoreOptions).items()}
         given: dict[str, Any] = {name: value for name, (value, default) in values.items() if value != default}
-        return plan_store(self.url, given).open()
+        return plan_store(self.url, given).open(clock)
 
 
 class StoreUrlConnector(StoreConnector):
@@ -39,6 +41,9 @@ class StoreUrlConnector(StoreConnector):
 
     options_type = StoreUrlOptions
     options: StoreUrlOptions
+
+    def open_store(self) -> KVStore:
+        return self.options.open_store(self.config.clock)
 
     @classmethod
     def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:

@@ -2,12 +2,12 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import Literal, NamedTuple
 
+from pdkv.clock import unix_time
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
 from pdkv.connectors.store.pieces import Slot
 from pdkv.errors import KVCorrupted, StoreError
@@ -37,12 +37,12 @@ class Reading(NamedTuple):
 class SealedValues:
     """A store's values, none of which is believed. Threads may share it; `store` is for calls that read no value."""
 
-    def __init__(self, store: KVStore, sealer: Sealer, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: unix time, by which values end."""
+    def __init__(self, store: KVStore, sealer: Sealer, unix_time: Callable[[], float] = unix_time) -> None:
+        """`unix_time`: by which values end."""
         self.store = store
         self.meter = ReadMeter()
         self._sealer = sealer
-        self._clock = clock
+        self._unix_time = unix_time
         self._lock = threading.Lock()  # guards what follows
         self._num_seen = 0  # of what the store itself has found damaged
         self._num_untold = 0
@@ -66,7 +66,7 @@ class SealedValues:
 
     def _terms_now(self, kv_terms: KVTerms) -> Terms:
         """Of a value that is written now. Its end is rounded down to a second: nobody uses it for longer."""
-        expires_at = 0 if kv_terms.ttl_s is None else max(int(self._clock() + kv_terms.ttl_s), 1)
+        expires_at = 0 if kv_terms.ttl_s is None else max(int(self._unix_time() + kv_terms.ttl_s), 1)
         return Terms(expires_at, kv_terms.owner, kv_terms.quota_bytes)
 
     def get(
@@ -144,7 +144,7 @@ class SealedValues:
                 lambda index: Terms(checks[index].expires_at, owner, quota),
             )
         self.meter.add(sum(slot.view.nbytes for slot, is_found in zip(slots, found, strict=True) if is_found))
-        now = self._clock()
+        now = self._unix_time()
         has_end = kv_terms is not None and kv_terms.ttl_s is not None
         return [
             _state_of(check, now, has_end=has_end) if is_found else "absent"

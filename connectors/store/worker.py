@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress, count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,16 +114,17 @@ class StoreWorker(TransferWorker):
                 max_lanes=options.save_threads + 1,
                 thread_name="pdkv-store",
             ),
+            clock=config.clock,
         )
         self.num_failed_saves = 0  # jobs
         self._options = options
         self._cut = cut
         self._values = values
         self._coder = coder
-        self._clock = ComputeClock()
-        self._hidden = HiddenTime(self._clock)
-        self._near = NearValues(values.store, cut, BetweenTiers(values, self._each_buffer))
-        self._pace = Pace()
+        self._compute = ComputeClock(self.clock.now)
+        self._hidden = HiddenTime(self._compute)
+        self._near = NearValues(values.store, cut, BetweenTiers(values, self._each_buffer, self.clock))
+        self._pace = Pace(self.clock.now)
         self._wake = notify
         self._block_size = config.layout.block_size
         self._told_that_saves_fail = False  # the last one did
@@ -135,7 +135,8 @@ class StoreWorker(TransferWorker):
         self._step_loads: list[TransferKey] = []
         self._layer_deadline = 0.0
         self._ended = threading.Event()
-        self._orders = OrderThread(TierOrders(values.store, cut, BetweenTiers(values, self._each_buffer)), notify)
+        between = BetweenTiers(values, self._each_buffer, self.clock)
+        self._orders = OrderThread(TierOrders(values.store, cut, between, self.clock), notify)
 
     def _result_is_in(self) -> None:
         self._ended.set()
@@ -174,7 +175,7 @@ class StoreWorker(TransferWorker):
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, StoreMetadata)
         self._step_loads = []
-        self._layer_deadline = time.monotonic() + self._options.layer_timeout_s
+        self._layer_deadline = self.clock.now() + self._options.layer_timeout_s
         for load in meta.loads:
             self._start_load(load, meta.earlier_steps or ON_HOST)
         for save in meta.saves:
@@ -193,7 +194,7 @@ class StoreWorker(TransferWorker):
             self._near.submit(self, meta)
         for order in meta.orders:
             self._orders.put(order)
-        self._clock.start()
+        self._compute.start()
 
     def _start_load(self, load: StoreLoad, after: StepDone) -> None:
         jobs = list(self._pieces(load.values, split=load.layerwise))
@@ -204,7 +205,7 @@ class StoreWorker(TransferWorker):
             num_jobs = [0] * self._cut.num_stages
             for order in orders:
                 num_jobs[order.pieces[0].part.stage] += 1
-            self._layer_loads[load.key] = LayerLoad(num_jobs)
+            self._layer_loads[load.key] = LayerLoad(num_jobs, self.clock)
             self._step_loads.append(load.key)
         self.submit(load.key, "receive", [Task(order) for order in orders])
 
@@ -243,25 +244,24 @@ class StoreWorker(TransferWorker):
         stage = self._cut.stage_that_begins_at(layer) if self._step_loads else None
         if stage is None:
             return
-        self._clock.stop()
+        self._compute.stop()
         self._wait_for_stage(stage)
-        self._clock.start()
+        self._compute.start()
 
     def _wait_for_stage(self, stage: int) -> None:
         for key in self._step_loads:
             load = self._layer_loads[key]
-            if not load.failed and not load.wait(stage, max(self._layer_deadline - time.monotonic(), 0.0)):
+            if not load.failed and not load.wait(stage, self._layer_deadline):
                 load.fail()
                 self.stop_jobs(lambda job, key=key: job.key == key, TransferTimeout.code)  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """What a forward pass has waited for is reported with its step: its last job may be about to say so."""
-        self._clock.stop()
+        self._compute.stop()
         for key in self._step_loads:
             while not self._layer_loads[key].failed and self._is_open(key):
                 self._ended.clear()
-                remaining = self._layer_deadline - time.monotonic()
-                if self._is_open(key) and not self._ended.wait(max(remaining, 0.0)):
+                if self._is_open(key) and not self.clock.wait(self._ended, self._layer_deadline):
                     break
         self._step_loads = []
         self._layer_loads = {key: load for key, load in self._layer_loads.items() if self._is_open(key)}
@@ -350,7 +350,7 @@ class StoreWorker(TransferWorker):
             with self._staging.take(job.remaining_s()) as buffer:
                 slots = [slot for slot in lay_out(pieces, buffer) if progress.wants(slot.value)]
                 if slots:
-                    began = time.monotonic()
+                    began = self.clock.now()
                     there = set[bytes]()
                     for slot in self._read_in_place(job, order, places, slots):
                         filled(slot)
@@ -360,7 +360,7 @@ class StoreWorker(TransferWorker):
                         reading = self._values.get(rest, use, load.kv_terms)
                         missing = [slot.value for slot in reading.missing]
                         progress.missed(missing, reading.num_damaged, reading.num_expired)
-                    self._pace.note(num_bytes, time.monotonic() - began)
+                    self._pace.note(num_bytes, self.clock.now() - began)
         except BaseException:
             if layers is not None:
                 layers.fail()
@@ -400,7 +400,7 @@ class StoreWorker(TransferWorker):
         All threads that load are taken to be at it, and to share what the network has as they did for the last reads.
         """
         assert self._options.codec_deadline_s is not None
-        left_s = job.transfer.started + self._options.codec_deadline_s - time.monotonic()
+        left_s = job.transfer.started + self._options.codec_deadline_s - self.clock.now()
         pace = self._pace.bytes_per_s
         num_threads = min(self._options.io_threads, len(self.open_jobs(job.key, "receive")))
         form = choose_form(order.left, pace and pace * num_threads, left_s)
@@ -415,7 +415,7 @@ class StoreWorker(TransferWorker):
         """EachBuffer: of parts that this rank writes."""
         for pieces in self._pieces(values, owned=True):
             check()
-            left_s = deadline - time.monotonic()
+            left_s = deadline - self.clock.now()
             if left_s <= 0:
                 raise TransferTimeout("not all values were brought in time")
             with self._staging.take(left_s) as buffer:

@@ -87,10 +87,12 @@ def recognised(rules: dict[str, Node], text: str) -> bool:
     return len(text) in ends["root", 0]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_grammars_allow_what_they_say(byte_grammars: ByteGrammars, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "num_grammars"), [(0, 25), *(pytest.param(seed, 75, marks=pytest.mark.slow) for seed in range(4))]
+)
+def test_random_grammars_allow_what_they_say(byte_grammars: ByteGrammars, seed: int, num_grammars: int) -> None:
     rng, num_checked = random.Random(seed), 0
-    for _ in range(75):
+    for _ in range(num_grammars):
         rules = {name: node(rng, 3) for name in RULES}
         text = "\n".join(f"{name} ::= {written(what)}" for name, what in rules.items())
         grammar = made(text)
@@ -102,7 +104,7 @@ def test_random_grammars_allow_what_they_say(byte_grammars: ByteGrammars, seed: 
         for word in rng.sample(TEXTS, 50):
             assert byte_grammars.accepts(grammar, word) == recognised(rules, word), (text, word)
         num_checked += 1
-    assert num_checked > 50
+    assert num_checked > 0.6 * num_grammars
 
 
 @pytest.mark.parametrize(

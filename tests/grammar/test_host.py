@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from traffic import wait_until_true
 
 from pdkv.config import DEFAULT_MODEL
 from pdkv.errors import GrammarGivenUp, InvalidRequest
@@ -20,6 +21,7 @@ from pdkv.grammar.host_state import Known
 from pdkv.grammar.options import GrammarOptions
 from pdkv.grammar.spec import Grammar
 from pdkv.models.config import load_model_config
+from pdkv.testing import VirtualClock
 from pdkv.wire.messages import RequestKey
 
 CONFIG = load_model_config(DEFAULT_MODEL)
@@ -38,10 +40,12 @@ class Host:
     """A host, and what its engine's loop does."""
 
     def __init__(self, **options: float) -> None:
-        self.news = threading.Event()
+        self.news, self.clock = threading.Event(), VirtualClock()
         made = GrammarOptions(**options)  # type: ignore[arg-type]
-        fields = {"num_requests": 8, "num_drafts": 2}
-        self.host = GrammarHost(DEFAULT_MODEL, CONFIG.vocab_size, CONFIG.eos_token_ids, made, self.news.set, **fields)
+        self.host = GrammarHost(
+            DEFAULT_MODEL, CONFIG.vocab_size, CONFIG.eos_token_ids, made, self.news.set,
+            num_requests=8, num_drafts=2, clock=self.clock,
+        )  # fmt: skip
 
     def wait(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + AMPLE_S
@@ -116,15 +120,22 @@ def test_what_is_killed_goes_on_where_it_was(host: Host, what: str) -> None:
     assert host.allowed(A) == [set(CONFIG.eos_token_ids)]
 
 
-def test_a_worker_that_is_stopped_is_replaced(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_stopped_is_replaced(host: Host) -> None:
     host.open(A, BITS, "one")
     host.open(B, LETTERS, "two")
     [both] = host.allowed(A)
     letters = host.allowed(B)
-    monkeypatch.setattr(workers, "STUCK_S", 1.0)
-    os.kill(host.pids[0], signal.SIGSTOP)
+    stopped = host.pids[0]
+    os.kill(stopped, signal.SIGSTOP)
     host.host.go_on([(A, [min(both)], []), (B, [min(letters[0])], [])])
     assert host.allowed(B)  # another tenant's is not held up
+
+    def is_replaced() -> bool:
+        host.host.masks([A])  # their worker is looked at
+        host.clock.advance(workers.STUCK_S)
+        return stopped not in host.pids
+
+    wait_until_true(is_replaced, "it is replaced")
     assert host.allowed(A) == [both]
 
 
@@ -149,6 +160,8 @@ def test_a_grammar_that_costs_too_much_is_given_up_and_no_other(grammar: Grammar
         assert re.search(why, str(error))
         with pytest.raises(GrammarGivenUp, match="less than 60 s ago"):
             made.host.ask(grammar, "another")
+        made.clock.advance(workers.REMEMBER_S)
+        assert isinstance(made.ask(grammar, "another").error, GrammarGivenUp), "it is tried again"
         made.host.go_on([(A, [min(both)] * 40, [])])
         assert made.allowed(A) == [set(CONFIG.eos_token_ids)]
     finally:

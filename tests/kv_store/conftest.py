@@ -27,7 +27,7 @@ def open_() -> Iterator[Open]:
 
     def open_and_keep(url: str, **options: str) -> KVStore:
         if url.partition("://")[0] in SCHEMES:
-            options = {"operation_timeout_s": "60", **options}
+            options = {**store_servers.PATIENT, **options}
         stores.append(open_store(url, options))
         return stores[-1]
 

@@ -16,15 +16,15 @@ import pytest
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnable, StoreUnavailable
 from pdkv.host.process_info import process_start_time
-from pdkv.kv_store import host_store
 from pdkv.kv_store.base import Held, TierCounts
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_segment import PAGE_BYTES, Segment, format_segment, key_of
-from pdkv.kv_store.host_store import HostStore, SegmentAddress, write_address
+from pdkv.kv_store.host_store import _ASK_AGAIN_S, HostStore, SegmentAddress, write_address
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.tiers import TieredStore
+from pdkv.testing import VirtualClock
 
 CAPACITY = 2 << 20
 SIZE = 3 * PAGE_BYTES - 100
@@ -416,19 +416,20 @@ def test_an_engine_writes_the_segments_of_its_name_and_reads_all(directory: Path
         store.close()
 
 
-def test_a_segment_that_was_still_held_is_taken_when_it_is_free(
-    directory: Path, kept: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_that_was_still_held_is_taken_when_it_is_free(directory: Path, kept: Callable[[str], Path]) -> None:
     """As by a start that waits for a server: the engine must not stay without a segment for good."""
     kept("decode-0.0-a")
     holder = HostStore(directory, StoreOptions(segment="decode-0"))
     put(holder, 1)
-    monkeypatch.setattr(host_store, "_ASK_AGAIN_S", 0.0)
-    store = HostStore(directory, StoreOptions(segment="decode-0"))
+    clock = VirtualClock()
+    store = HostStore(directory, StoreOptions(segment="decode-0"), clock=clock)
     with pytest.raises(StoreUnable, match="other processes'"):
         put(store, 2)
     assert has(store, 1) == [True]
     holder.close()
+    with pytest.raises(StoreUnable):  # it looks now and then
+        put(store, 2)
+    clock.advance(_ASK_AGAIN_S)
     put(store, 2)
     assert has(store, 1, 2) == [True, True]
     assert len(own(store)) == 2

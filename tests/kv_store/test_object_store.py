@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 from bare_s3 import bare_s3
-from store_servers import s3_server
 
 from pdkv.errors import StoreUnavailable
 
@@ -76,8 +75,8 @@ def test_a_process_ends_though_a_thread_of_obstore_is_still_handing_over_a_resul
         asyncio.SelectorEventLoop._write_to_self = wake_up_late
         print(open_store(sys.argv[1]).contains([b"k"]), is_held_up.is_set())
     """
-    with s3_server() as url:
-        ran = subprocess.run([sys.executable, "-P", "-c", script, url], stdout=subprocess.PIPE, text=True)
+    with bare_s3() as server:
+        ran = subprocess.run([sys.executable, "-P", "-c", script, server.url], stdout=subprocess.PIPE, text=True)
     assert (ran.returncode, ran.stdout.split()) == (0, ["[False]", "True"])
 
 
@@ -97,7 +96,7 @@ def num_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_long_prefix_is_found_in_few_requests(num_heads: list[int]) -> None:
     keys = [b"%d" % number for number in range(500)]
-    with s3_server() as url, open_store(url, {"operation_timeout_s": "60"}) as store:
+    with bare_s3() as server, open_store(server.url, {"operation_timeout_s": "60"}) as store:
         assert store.count_prefixes([keys])[0] == 0
         assert num_heads == [8]
         store.put([(key, memoryview(b"value")) for key in keys[:137]])
@@ -112,7 +111,7 @@ def test_many_prefixes_are_looked_for_at_once(num_heads: list[int]) -> None:
     """What several prompts begin with is asked for once a round."""
     first = [b"%d" % number for number in range(40)]
     chains = [[*first, *(b"%d-%d" % (prompt, number) for number in range(60))] for prompt in range(20)]
-    with s3_server() as url, open_store(url) as store:
+    with bare_s3() as server, open_store(server.url, {"operation_timeout_s": "60"}) as store:
         store.put([(key, memoryview(b"value")) for key in [*first, *chains[7][40:], *chains[3][40:45]]])
         assert store.count_prefixes(chains) == [100 if i == 7 else 45 if i == 3 else 40 for i in range(20)]
         assert len(num_heads) <= 4
@@ -122,7 +121,7 @@ def test_many_prefixes_are_looked_for_at_once(num_heads: list[int]) -> None:
 def test_below_another_tier_a_bucket_is_asked_for_a_part_of_what_that_lacks(num_heads: list[int]) -> None:
     keys = [b"%d" % number for number in range(100)]
     values = [(key, memoryview(b"value")) for key in keys]
-    with s3_server() as url, TieredStore([MemoryStore("above"), open_store(url)]) as store:
+    with bare_s3() as server, TieredStore([MemoryStore("above"), open_store(server.url)]) as store:
         memory, bucket = (tier.store for tier in store.tiers)
         memory.put(values[:20])
         assert store.count_prefixes([keys])[0] == 20

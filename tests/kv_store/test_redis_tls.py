@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from store_servers import RedisServer, in_time
+from store_servers import RedisServer, impatient
 from tls import Certificates, make_certificates, server_context, tls_in_front_of
 
 from pdkv.errors import ConfigError, StoreTimeout, StoreUnavailable
@@ -111,9 +111,9 @@ def test_a_server_without_tls_is_no_server(open_: Open) -> None:
 def test_a_stopped_server_is_given_up_and_comes_back(
     files: Certificates, redis: RedisServer, serve: Callable[[ssl.SSLContext], str], open_: Open
 ) -> None:
-    store = open_(serve(server_context(files)), ssl_ca_certs=str(files.authority), operation_timeout_s="0.3")
-    assert in_time(store.contains, [KEY]) in ([True], [False])
-    with redis.stopped():
+    store = open_(serve(server_context(files)), ssl_ca_certs=str(files.authority))
+    assert store.contains([KEY]) in ([True], [False])
+    with redis.stopped(), impatient(store):
         with pytest.raises(StoreTimeout):
             store.get([KEY], [memoryview(bytearray(len(VALUE)))])
         with pytest.raises(StoreTimeout):  # more than the sockets on the way hold

@@ -15,6 +15,7 @@ from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.terms import NO_TERMS, Ledger, Terms
+from pdkv.testing import VirtualClock
 
 SIZE = PAGE_BYTES  # of a value, in memory too
 ROOM = 24  # values
@@ -23,29 +24,19 @@ NOW = 1_800_000_000.0
 ANNA, BERT = 7, 2**63 - 1
 
 
-class Clock:
-    """Shows what it was set to."""
-
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> VirtualClock:
+    return VirtualClock(NOW)
 
 
 @pytest.fixture(params=["host", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[KVStore]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, clock: VirtualClock) -> Iterator[KVStore]:
     if request.param == "host":
-        with HostStore(tmp_path / "kv", StoreOptions(capacity=CAPACITY), clock) as host:
+        with HostStore(tmp_path / "kv", StoreOptions(capacity=CAPACITY), clock.now) as host:
             yield host
             check_writer(host)
     else:
-        with MemoryStore("terms", CAPACITY, clock) as memory:
+        with MemoryStore("terms", CAPACITY, clock.now) as memory:
             yield memory
             memory.check_integrity()
 
@@ -87,26 +78,26 @@ def there(store: KVStore, *names: str) -> str:
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_is_there_until_its_time_is_over(store: KVStore, clock: Clock) -> None:
+def test_a_value_is_there_until_its_time_is_over(store: KVStore, clock: VirtualClock) -> None:
     put(store, "a", terms=Terms(int(NOW) + 10))
     put(store, "b")
-    clock.now += 9.5
+    clock.advance(9.5)
     assert there(store, "a", "b") == "ab"
-    clock.now += 0.5
+    clock.advance(0.5)
     assert there(store, "a", "b") == "b"
 
 
 def test_a_value_whose_time_is_over_can_be_put_anew_and_one_that_is_there_keeps_its_end(
-    store: KVStore, clock: Clock
+    store: KVStore, clock: VirtualClock
 ) -> None:
     put(store, "a", terms=Terms(int(NOW) + 10))
     put(store, "a", terms=Terms(int(NOW) + 20))
     put(store, "a")
-    clock.now += 10
+    clock.advance(10)
     assert there(store, "a") == ""
     put(store, "a", terms=Terms(int(NOW) + 20))
     assert there(store, "a") == "a"
-    clock.now += 10
+    clock.advance(10)
     assert there(store, "a") == ""
 
 
@@ -115,29 +106,31 @@ def test_what_is_over_already_is_not_put(store: KVStore) -> None:
     assert there(store, "a") == ""
 
 
-def test_values_whose_time_is_over_make_room_before_the_least_recently_used(store: KVStore, clock: Clock) -> None:
+def test_values_whose_time_is_over_make_room_before_the_least_recently_used(
+    store: KVStore, clock: VirtualClock
+) -> None:
     old = [chr(ord("A") + i) for i in range(ROOM - 2)]
     put(store, *old)
     put(store, "x", "y", terms=Terms(int(NOW) + 10))
-    clock.now += 10
+    clock.advance(10)
     put(store, "1", "2", "3")
     assert there(store, *old, "x", "y", "1", "2", "3") == "".join(old[1:]) + "123"
 
 
 @pytest.mark.parametrize("step", [-1e9, 1e9, 1e12, -NOW - 5])
-def test_a_clock_that_steps_costs_values_at_most(store: KVStore, clock: Clock, step: float) -> None:
+def test_a_clock_that_steps_costs_values_at_most(store: KVStore, clock: VirtualClock, step: float) -> None:
     put(store, "a", terms=Terms(int(NOW) + 10))
-    clock.now += step
+    clock.advance(step)
     assert there(store, "a") == ("a" if step < 0 else "")
-    put(store, "b", terms=Terms(max(int(clock.now) + 10, 1)))
+    put(store, "b", terms=Terms(max(int(clock.now()) + 10, 1)))
     put(store, "c")
     assert there(store, "c") == "c"
 
 
-def test_ends_that_no_clock_reaches_are_kept(store: KVStore, clock: Clock) -> None:
+def test_ends_that_no_clock_reaches_are_kept(store: KVStore, clock: VirtualClock) -> None:
     """Those of damaged values, on their way from a slower tier, are any number."""
     put(store, "a", terms=Terms(2**64 - 1))
-    clock.now = float(LAST_END - 1)
+    clock.advance(LAST_END - 1 - clock.now())
     assert there(store, "a") == "a"
 
 
@@ -184,12 +177,12 @@ def test_a_smaller_quota_holds_from_the_next_value_on(store: KVStore) -> None:
     assert there(store, "a", "b", "c", "d") == "cd"
 
 
-def test_what_is_deleted_or_over_or_evicted_is_no_part_of_a_quota(store: KVStore, clock: Clock) -> None:
+def test_what_is_deleted_or_over_or_evicted_is_no_part_of_a_quota(store: KVStore, clock: VirtualClock) -> None:
     annas = Terms(owner=ANNA, quota=2 * SIZE)
     put(store, "a", terms=annas)
     put(store, "b", terms=annas._replace(expires_at=int(NOW) + 10))
     store.delete([key("a")])
-    clock.now += 10
+    clock.advance(10)
     put(store, "c", "d", terms=annas)
     assert there(store, "c", "d") == "cd"
     put(store, *[f"{i}" for i in range(ROOM)])  # all others go
@@ -197,11 +190,11 @@ def test_what_is_deleted_or_over_or_evicted_is_no_part_of_a_quota(store: KVStore
     assert there(store, "e", "f") == "ef"
 
 
-def test_of_an_owners_values_those_that_are_over_go_first(store: KVStore, clock: Clock) -> None:
+def test_of_an_owners_values_those_that_are_over_go_first(store: KVStore, clock: VirtualClock) -> None:
     annas = Terms(owner=ANNA, quota=2 * SIZE)
     put(store, "a", terms=annas)
     put(store, "b", terms=annas._replace(expires_at=int(NOW) + 10))
-    clock.now += 10
+    clock.advance(10)
     put(store, "c", terms=annas)
     assert there(store, "a", "b", "c") == "ac"
 
@@ -212,11 +205,11 @@ Open = Callable[[], HostStore]
 
 
 @pytest.fixture(name="open_")
-def opener(tmp_path: Path, clock: Clock) -> Iterator[Open]:
+def opener(tmp_path: Path, clock: VirtualClock) -> Iterator[Open]:
     stores: list[HostStore] = []
 
     def open_() -> HostStore:
-        stores.append(HostStore(tmp_path / "kv", StoreOptions(capacity=CAPACITY), clock))
+        stores.append(HostStore(tmp_path / "kv", StoreOptions(capacity=CAPACITY), clock.now))
         return stores[-1]
 
     yield open_
@@ -224,18 +217,20 @@ def opener(tmp_path: Path, clock: Clock) -> Iterator[Open]:
         store.close()
 
 
-def test_who_reads_another_ones_segment_keeps_to_its_ends_and_then_writes_the_value(open_: Open, clock: Clock) -> None:
+def test_who_reads_another_ones_segment_keeps_to_its_ends_and_then_writes_the_value(
+    open_: Open, clock: VirtualClock
+) -> None:
     writer, reader = open_(), open_()
     put(writer, "a", terms=Terms(int(NOW) + 10))
     put(reader, "a")
     assert (there(reader, "a"), len(own(reader))) == ("a", 0)
-    clock.now += 10
+    clock.advance(10)
     assert there(reader, "a") == ""
     put(reader, "a")
     assert (there(reader, "a"), there(writer, "a"), len(own(reader))) == ("a", "a", 1)
 
 
-def test_a_successor_goes_on_with_ends_and_owners(open_: Open, clock: Clock) -> None:
+def test_a_successor_goes_on_with_ends_and_owners(open_: Open, clock: VirtualClock) -> None:
     store = open_()
     annas = Terms(owner=ANNA, quota=2 * SIZE)
     put(store, "x")
@@ -248,7 +243,7 @@ def test_a_successor_goes_on_with_ends_and_owners(open_: Open, clock: Clock) -> 
         key("a"): Terms(owner=ANNA), key("c"): Terms(int(NOW) + 10, BERT)
     }  # fmt: skip
     put(again, "d", terms=annas)
-    clock.now += 10
+    clock.advance(10)
     assert there(again, "x", "a", "b", "c", "d") == "xbd"
     check_writer(again)
 
@@ -287,12 +282,12 @@ def test_pinned_values_count_and_do_not_make_room_and_expected_ones_do_last(open
     assert there(store, "a", "d", "e", "x") == "adex"
 
 
-def test_a_pin_does_not_keep_a_value_beyond_its_end(open_: Open, clock: Clock) -> None:
+def test_a_pin_does_not_keep_a_value_beyond_its_end(open_: Open, clock: VirtualClock) -> None:
     store = open_()
     put(store, "a", terms=Terms(int(NOW) + 10))
     assert store.pin([key("a")], None) == [True]
     put(store, "b", terms=Terms(int(NOW) + 10))
-    clock.now += 10
+    clock.advance(10)
     assert there(store, "a") == ""
     assert store.unpin(None) == 0
     assert store.pin([key("b")], None) == [False]
@@ -344,7 +339,7 @@ def test_a_write_that_fails_gives_the_owners_room_back(open_: Open, monkeypatch:
     assert there(store, "a") == "a"
 
 
-def test_what_goes_first_is_told_of_the_whole_segment_and_of_each_quota(open_: Open, clock: Clock) -> None:
+def test_what_goes_first_is_told_of_the_whole_segment_and_of_each_quota(open_: Open, clock: VirtualClock) -> None:
     store = open_()
     annas = Terms(owner=ANNA, quota=4 * SIZE)
     put(store, "x")
@@ -360,7 +355,7 @@ def test_what_goes_first_is_told_of_the_whole_segment_and_of_each_quota(open_: O
     assert first_to_go() == "a", "a quarter of the quota"
     put(store, *[f"{i}" for i in range(ROOM - 6)])
     assert first_to_go() == "xabcod"
-    clock.now += 10
+    clock.advance(10)
     assert "o" not in first_to_go()
 
 

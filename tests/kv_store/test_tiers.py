@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import redis
-from store_servers import RedisServer
+from store_servers import RedisServer, impatient
 from traffic import wait_until_true
 
 from pdkv.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
@@ -18,7 +19,8 @@ from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import Rest
-from pdkv.kv_store.tiers import TieredStore
+from pdkv.kv_store.tiers import LATE_S, TieredStore
+from pdkv.testing import VirtualClock
 
 SIZE = 1000
 KEYS = [b"a", b"b", b"c"]
@@ -150,8 +152,7 @@ def test_a_dead_tier_costs_nobody_a_hit_and_is_counted(tiers: TieredStore, serve
 
 
 def test_a_stopped_tier_is_waited_for_once(tiers: TieredStore, server: RedisServer) -> None:
-    tiers.tiers[1].store = RedisStore(server.url, StoreOptions(operation_timeout_s=1, connect_timeout_s=1))
-    with server.stopped():
+    with server.stopped(), impatient(tiers.tiers[1].store):
         for _ in range(20):
             assert get(tiers, b"a") == [False]
     assert tiers.tiers[1].failures["store_timeout"] == 1
@@ -274,14 +275,21 @@ def test_a_rest_doubles_until_a_call_succeeds() -> None:
 
 def test_a_silent_tier_is_hung_up_on(server: RedisServer) -> None:
     """F55: Whoever waits for it goes on at once, not at the call's deadline."""
-    options = StoreOptions(operation_timeout_s=300)
-    with TieredStore([MemoryStore("silent"), RedisStore(server.url, options)]) as store:
+    clock, redis = VirtualClock(), RedisStore(server.url, StoreOptions(operation_timeout_s=300))
+    with TieredStore([MemoryStore("silent"), redis], clock=clock) as store, ThreadPoolExecutor(1) as pool:
         store.put(items(b"a"))
         with server.stopped():
-            assert store.contains([b"a", b"b"]) == [True, False]
+            call = pool.submit(store.contains, [b"a", b"b"])
+            wait_until_true(lambda: store.tiers[1].calls, "it is asked")
+            for _ in range(2):  # the call is late, and then the probe
+                clock.until_waiting()
+                clock.advance(LATE_S)
+            assert call.result() == [True, False]
             assert store.problem.startswith("1-redis does not answer: ")
             assert store.contains([b"a", b"b"]) == [True, False]
             store.keep(items(b"c"), {})
+        clock.until_waiting()  # until it is asked again
+        clock.advance(LATE_S)
         wait_until_true(lambda: not store.problem, "a probe found it")
 
 

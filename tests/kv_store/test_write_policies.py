@@ -19,6 +19,7 @@ from pdkv.kv_store.recent_keys import RecentKeys
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import WritePolicy
 from pdkv.kv_store.tiers import TieredStore
+from pdkv.testing import VirtualClock
 
 SIZE = PAGE_BYTES
 CAPACITY = 3 << 20
@@ -226,8 +227,7 @@ def test_a_store_is_closed_within_a_still_block(store: TieredStore) -> None:
         get(store, 1)
         store.close()
     assert store._backfill is not None
-    assert store._backfill._thread is not None
-    assert not store._backfill._thread.is_alive()
+    assert not store._backfill._thread.is_alive
 
 
 @second_use
@@ -349,6 +349,10 @@ def test_recent_keys_are_forgotten_in_time_and_by_place() -> None:
     assert b"b" in recent
     recent.discard(b"b")
     assert b"b" not in recent
-    old = RecentKeys(valid_for_s=0.0)
+    clock = VirtualClock()
+    old = RecentKeys(valid_for_s=60.0, now=clock.now)
     old.add(b"a")
+    clock.advance(59)
+    assert b"a" in old
+    clock.advance(1)
     assert b"a" not in old

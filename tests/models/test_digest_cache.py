@@ -285,7 +285,7 @@ def test_a_wait_that_is_given_up_ends_and_leaves_the_lock_alone(
     monkeypatch.setattr(model_identity, "_LOCK_BASE_S", 20.0)
     source = ModelSource(model_dir, cache=cache)
     source.close()
-    assert not source._thread.is_alive()
+    assert not source._thread.is_alive
     answer, _ = reader.communicate("go\n", timeout=20)
     with contextlib.closing(DigestCache(cache)) as later:
         file = WeightFile(model_dir / WEIGHTS)

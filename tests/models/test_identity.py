@@ -236,14 +236,14 @@ def test_a_load_that_is_given_up_ends_the_reading(model_dir: Path, monkeypatch: 
 
     def digest_late(self: ModelSource, *arguments: Any) -> bytes:
         began.set()
-        assert self._cancelled.wait(20)
+        assert self._thread.stopping.wait(20)
         return digest(self, *arguments)
 
     monkeypatch.setattr(ModelSource, "_digest", digest_late)
     source = ModelSource(model_dir)
     assert began.wait(20)
     source.close()
-    assert not source._thread.is_alive()
+    assert not source._thread.is_alive
     assert source.files.files[0].fd == -1
 
 

@@ -128,18 +128,9 @@ KINDS = (
 def subject_of(kind: str, directory: Path) -> Iterator[Subject]:
     """One of KINDS, empty; its server runs as long as the block. Skips where the server is not installed."""
     match kind:
-        case "redis":
-            with store_servers.redis_server() as url:
-                yield Subject(KnownUrl, url=url)
-        case "lmcache":
-            with store_servers.lmcache_server() as url:
-                yield Subject(KnownUrl, url=url)
-        case "mooncake":
-            with store_servers.mooncake_server() as url:
-                yield Subject(KnownUrl, url=url)
-        case "s3":
-            with store_servers.s3_server() as url:
-                yield Subject(KnownUrl, url=url)
+        case "redis" | "lmcache" | "mooncake" | "s3":
+            with store_servers.SERVERS[kind]() as server:
+                yield Subject(KnownUrl, url=server.url)
         case "memory://":
             yield Subject(KnownUrl, url=f"memory://{directory}")
         case "host":

@@ -1,17 +1,19 @@
 """Engines over a store connector, driven by hand: the connector's sides without an engine around them."""
 
 import hashlib
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import torch
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC, Clock, unix_time
 from pdkv.connectors.base import (
     ConfirmedRange,
     ConnectorConfig,
@@ -26,11 +28,16 @@ from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
+from pdkv.connectors.store.shared_storage import SharedStorageOptions
 from pdkv.connectors.store.worker import StoreWorker
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.errors import StoreError
 from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.tiers import TieredStore
 from pdkv.wire.messages import CacheOrder, EngineCard, KVGroup, KVHandoff, KVLayout, TierAnswer
 
 WAIT_S = 20.0
@@ -94,6 +101,31 @@ class FaultyStore(KVStore):
         """Others of the test use it still."""
 
 
+KINDS_HERE = ("memory", "host", "file", "tiers", "shared_storage", "sqlite")
+
+
+def store_here(kind: str, path: Path, unix_time: Callable[[], float] = unix_time) -> KVStore:
+    """A store without a server, of one of KINDS_HERE. Those that end values by themselves do so by `unix_time`."""
+    match kind:
+        case "memory":
+            return MemoryStore(f"{path}", unix_time=unix_time)
+        case "host":
+            return HostStore(path / "kv", StoreOptions(capacity=64 << 20), unix_time)
+        case "tiers":
+            return TieredStore([store_here("host", path, unix_time), FileStore(path / "files")])
+        case "file":
+            return FileStore(path / "kv")
+        case "shared_storage":
+            return SharedStorageOptions.parse({"path": f"{path}/kv"}).open_store()
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "custom_connector"))
+    try:
+        from pdkv_sqlite import SQLiteStore
+    finally:
+        del sys.path[0]
+    store: KVStore = SQLiteStore(f"{path}/kv.db")
+    return store
+
+
 class RigConnector(StoreConnector):
     """Over a store that the test has made."""
 
@@ -143,7 +175,8 @@ class Engine:
         tp: int = 1,
         kv_shards: int = 1,
         groups: tuple[KVGroup, ...] = (),
-        clock: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = unix_time,
+        clock: Clock = MONOTONIC,
         **options: str,
     ) -> None:
         self.name, self.tp = name, tp
@@ -159,14 +192,14 @@ class Engine:
             RigConnector(
                 ConnectorConfig(
                     engine=name, epoch="1", layout=self.layout, num_blocks=NUM_BLOCKS, options=options, model="m",
-                    rank=rank, tp=tp, kv_shards=max(kv_shards, tp),
+                    rank=rank, tp=tp, kv_shards=max(kv_shards, tp), clock=clock,
                 ),
                 self.woken.release,
             )
             for rank in range(tp)
         ]  # fmt: skip
         for connector in self.connectors:
-            connector.clock = clock
+            connector.unix_time = unix_time
         self.table = self.connectors[0].make_block_table()
         scheduler = self.connectors[0].make_scheduler_side()
         assert isinstance(scheduler, StoreScheduler)
@@ -369,7 +402,7 @@ KEYS = chain(16, "0")
 
 def order(engine: Engine, action: Any, keys: list[bytes] | None = KEYS, **fields: Any) -> dict[str, TierAnswer]:
     """What all ranks together answer, by tier."""
-    asked = CacheOrder(order_id="o", action=action, keys=keys, **fields)
+    asked = CacheOrder(order_id="o", action=action, keys=keys, **{"timeout_s": 60.0, **fields})
     assert engine.scheduler.order_tiers(asked) == 1
     meta = engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], []))
     for worker in engine.workers:

@@ -8,6 +8,7 @@ test.
 import atexit
 import contextlib
 import ctypes.util
+import dataclasses
 import importlib.util
 import os
 import queue
@@ -19,31 +20,33 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from pdkv.errors import StoreTimeout
-
-Result = TypeVar("Result")
+PATIENT = {"operation_timeout_s": "60", "connect_timeout_s": "60"}
+"""Options of stores whose calls must succeed."""
 
 START_BOUND_S = 60.0
 
 
-def in_time(call: Callable[..., Result], *arguments: object) -> Result:
-    """Call again as long as the deadline passes: a server that has just started or goes on may be late."""
-    deadline = time.monotonic() + START_BOUND_S
-    while True:
-        try:
-            return call(*arguments)
-        except StoreTimeout:
-            if time.monotonic() > deadline:
-                raise
+@contextlib.contextmanager
+def impatient(store: Any, seconds: float = 0.1) -> Iterator[None]:
+    """A store's calls within the block must fail, and have so long for it; others have a deadline that nothing passes.
+
+    With operation_timeout_s=60 a busy machine does not make a call fail that must succeed.
+    """
+    name = "options" if hasattr(store, "options") else "_options"
+    patient = getattr(store, name)
+    setattr(store, name, dataclasses.replace(patient, operation_timeout_s=seconds))
+    try:
+        yield
+    finally:
+        setattr(store, name, patient)
 
 
 def hold_port() -> socket.socket:
@@ -308,3 +311,11 @@ def s3_server() -> Iterator[str]:
     """The URL of a bucket whose server ends with the block."""
     with S3Server() as server:
         yield server.url
+
+
+SERVERS: Mapping[str, Callable[[], StoreServer]] = {
+    "redis": RedisServer, "lmcache": LMCacheServer, "mooncake": MooncakeServer, "s3": S3Server
+}  # fmt: skip
+
+SharedServer = Callable[[str], StoreServer]
+"""shared_server(kind): one of `SERVERS` that no test kills; each uses keys of its own."""

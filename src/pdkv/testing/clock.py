@@ -79,6 +79,7 @@ class VirtualClock(Clock):
         with self._changed:
             self._time = end
             due = [waiter for waiter in self._waiters if waiter.until <= end]
+            self._waiters = [waiter for waiter in self._waiters if waiter.until > end]  # those wait no more
         for waiter in due:
             with waiter.condition:
                 waiter.condition.notify_all()
@@ -105,7 +106,7 @@ class VirtualClock(Clock):
             condition.wait()
         finally:
             with self._changed:
-                self._waiters.remove(waiter)
+                self._waiters = [other for other in self._waiters if other is not waiter]
         return self._time < until
 
     def _next_call(self, end: float) -> _Call | None:

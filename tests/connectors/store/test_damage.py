@@ -1,84 +1,38 @@
 """Stores that give back something else than was saved: it reaches no block, it is counted, and it does not stay."""
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import store_servers
 import torch
 from damage import MUTATIONS, KnownStore, damage, swap
-from store_rig import Engine, random_kv, scattered, view
+from store_rig import KINDS_HERE, Engine, random_kv, scattered, store_here, view
+from store_servers import PATIENT, SERVERS, SharedServer
 
-from pdkv.connectors.base import ConnectorConfig, TransferOutcome
-from pdkv.connectors.store.shared_storage import SharedStorageConnector
+from pdkv.connectors.base import TransferOutcome
 from pdkv.errors import KVNotFound
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_connector"
-KINDS = ("memory", "host", "file", "redis", "lmcache", "mooncake", "s3", "tiers", "shared_storage", "sqlite")
 NUM_TOKENS = 256
 NUM_VALUES = 4
 
 MakeEngine = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownStore]:
+@pytest.fixture(scope="module", params=[*KINDS_HERE, *SERVERS])
+def store(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    shared_server: SharedServer,
+) -> Iterator[KnownStore]:
     """A store of each kind, shared by the module's tests: each has salts of its own."""
+    kind = request.param
     directory = tmp_path_factory.mktemp("values", numbered=True)
-    match request.param:
-        case "redis":
-            with store_servers.redis_server() as url:
-                yield from opened(open_store(url))
-        case "lmcache":
-            with store_servers.lmcache_server() as url:
-                yield from opened(open_store(url))
-        case "mooncake":
-            with store_servers.mooncake_server() as url:
-                yield from opened(open_store(url))
-        case "s3":
-            with store_servers.s3_server() as url:
-                yield from opened(open_store(url))
-        case "sqlite":
-            yield from opened(sqlite_store(directory))
-        case "shared_storage":
-            yield from opened(shared_storage(directory))
-        case "memory":
-            yield from opened(open_store(f"memory://{directory.name}"))
-        case "host":
-            yield from opened(open_store(f"host://{directory}/segments?capacity=256MiB"))
-        case "file":
-            yield from opened(open_store(f"file://{directory}/values"))
-        case "tiers":
-            yield from opened(open_store(f"memory://{directory.name},file://{directory}/values"))
-
-
-def opened(store: KVStore) -> Iterator[KnownStore]:
+    store = open_store(shared_server(kind).url, PATIENT) if kind in SERVERS else store_here(kind, directory)
     with KnownStore(store) as known:
         yield known
-
-
-def sqlite_store(directory: Path) -> KVStore:
-    """A third party's: the example."""
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        from pdkv_sqlite import SQLiteStore
-    finally:
-        sys.path.remove(str(EXAMPLE))
-    store: KVStore = SQLiteStore(f"{directory}/kv.db")
-    return store
-
-
-def shared_storage(directory: Path) -> KVStore:
-    from store_rig import make_layout
-
-    config = ConnectorConfig(
-        engine="e", epoch="1", layout=make_layout(16), num_blocks=8, options={"path": f"{directory}/shared"}
-    )
-    return SharedStorageConnector(config, lambda: None).open_store()
 
 
 @pytest.fixture

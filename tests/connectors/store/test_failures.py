@@ -1,18 +1,21 @@
 """Stores that fail, hang or lose values: typed errors within deadlines, nobody else waits, nothing leaks."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 import torch
 from store_rig import WAIT_S, Engine, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
+from traffic import wait_until_true
 
-from pdkv.connectors.base import ASK_AGAIN, NO_MATCH
+from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, RequestView
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.errors import KVNotFound, StoreUnavailable, TransferCancelled, TransferTimeout
 from pdkv.kernels.streams import HOST
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.tiers import TieredStore
+from pdkv.testing import VirtualClock
 from pdkv.wire.messages import ConnectorStats
 
 # --- lookups ------------------------------------------------------------------------------------------------------
@@ -30,28 +33,41 @@ def test_a_question_never_waits_for_the_store(store: FaultyStore, make: MakeEngi
 
 
 def test_a_lookup_that_is_not_answered_in_time_is_a_miss_for_all(
-    store: FaultyStore, make: MakeEngine, caplog: pytest.LogCaptureFixture
+    store: FaultyStore, make: MakeEngine, clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """F7: one deadline, whoever waits; with a store that does not answer, the next ones do not wait at all."""
     prefill(make("p"), 128)
-    engine = make("o", lookup_timeout_s="0.05")
+    engine = make("o", clock=clock)
     lookups = engine.scheduler.lookups
     store.hold("contains")
     request = view("u", num_tokens=200, salt="0")
     with caplog.at_level(logging.WARNING):
-        assert engine.ask(request) == 0
-    assert lookups.num_timeouts == 1
-    assert "no answer to a lookup within 0.05 s" in caplog.text
-    others = [view(f"v{i}", num_tokens=200, salt=f"v{i}") for i in range(3)]
-    assert [engine.ask(other) for other in others] == [0, 0, 0]
-    assert lookups.num_refused + lookups.num_timeouts == 4
+        ask_too_long(engine, request, clock)
+    assert "no answer to a lookup within 60 s" in caplog.text
+    first, *others = [view(f"v{i}", num_tokens=200, salt=f"v{i}") for i in range(3)]
+    assert engine.scheduler.get_num_new_matched_tokens(first, 0) == ASK_AGAIN
+    assert [engine.ask(other) for other in others] == [0, 0]
+    ask_too_long(engine, first, clock)
+    assert (lookups.num_timeouts, lookups.num_refused) == (2, 2)
     store.let_go("contains")
-    while engine.ask(request) != 128:  # the late answer corrects what was a miss
-        engine.woken.acquire(timeout=0.01)
+    wait_until_true(lambda: engine.ask(request) == 128, "the late answer corrects what was a miss")
     assert store.count("contains") <= 2 * 12
 
 
-def test_what_a_store_did_and_did_not_do_is_counted(store: FaultyStore, make: MakeEngine) -> None:
+def ask_too_long(engine: Engine, request: RequestView, clock: VirtualClock) -> None:
+    """Ask until the deadline, which the store lets pass."""
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == ASK_AGAIN
+    clock.until_waiting()
+    clock.advance(60)
+    assert engine.ask(request) == 0
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+def test_what_a_store_did_and_did_not_do_is_counted(store: FaultyStore, make: MakeEngine, clock: VirtualClock) -> None:
     """On both sides; a transfer that was cancelled has not failed, and what moved nothing is no transfer."""
     source = make("p")
     prefill(source, 128)
@@ -91,10 +107,10 @@ def test_what_a_store_did_and_did_not_do_is_counted(store: FaultyStore, make: Ma
     assert engine.worker.get_stats()[""].failed_loads == 1
 
     assert engine.scheduler.get_stats()[""].failed_lookups == 0
-    impatient = make("i", lookup_timeout_s="0.05")
+    other = make("i", clock=clock)
     store.hold("contains")
-    assert impatient.ask(view("x", num_tokens=200, salt="x")) == 0
-    late = impatient.scheduler.get_stats()[""]
+    ask_too_long(other, view("x", num_tokens=200, salt="x"), clock)
+    late = other.scheduler.get_stats()[""]
     assert (late.failed_lookups, late.timeouts) == (1, 1)
     store.let_go("contains")
 
@@ -222,25 +238,24 @@ def test_a_failing_store_fails_the_load_with_its_code(store: FaultyStore, make: 
     assert engine.load(request, scattered(128, 16), 128).code == StoreUnavailable.code
 
 
-def test_loads_behind_one_that_hangs_end_at_their_deadline(store: FaultyStore, make: MakeEngine) -> None:
+def test_loads_behind_one_that_hangs_end_at_their_deadline(
+    store: FaultyStore, make: MakeEngine, clock: VirtualClock
+) -> None:
     """F7."""
     prefill(make("p"), 128)
-    engine = make("o", io_threads="1", transfer_timeout_s="2")
+    engine = make("o", io_threads="1", clock=clock)
     requests = [view(f"u{i}", num_tokens=200, salt="0") for i in range(3)]
     assert engine.ask(requests[0]) == 128
     store.hold("get")
     engine.start_load(requests[0], scattered(128, 16), 128)
-    store.wait_held("get")  # by its only thread, before its deadline
+    store.wait_held("get")  # by its only thread
     for request in requests[1:]:
         engine.start_load(request, scattered(128, 16), 128)
-    codes = set()
-    for request in requests[1:]:
-        while (outcomes := engine.reported(request.transfer_key)) is None:
-            engine.woken.acquire(timeout=0.05)  # as the engine's own poll
-            engine.collect()
-        codes.add(outcomes[0].code)
-    assert codes == {TransferTimeout.code}
-    assert engine.reported(requests[0].transfer_key) is None, "the store still has its buffer"
+    clock.advance(60)
+    engine.collect()
+    hung, *others = (engine.reported(request.transfer_key) for request in requests)
+    assert hung is None, "the store still has its buffer"
+    assert [outcomes and outcomes[0].code for outcomes in others] == [TransferTimeout.code] * 2
     store.let_go("get")
     assert engine.wait(requests[0].transfer_key).code == TransferTimeout.code
     assert bool((engine.pools[0] == -1).all())
@@ -277,7 +292,7 @@ def test_who_finds_no_staging_buffer_waits_for_a_bounded_time() -> None:
         with pytest.raises(TransferTimeout), buffers.take(0.01):
             pass
         assert buffers.num_free == 0
-    with buffers.take(0.01) as buffer:
+    with buffers.take(WAIT_S) as buffer:
         assert buffer.nbytes == 64
     assert buffers.num_free == buffers.count == 1
 
@@ -303,15 +318,19 @@ def test_layers_are_waited_for_group_by_group(store: FaultyStore, make: MakeEngi
     assert not outcomes[0].code
 
 
-def test_a_forward_pass_waits_for_a_bounded_time(store: FaultyStore, make: MakeEngine) -> None:
+def test_a_forward_pass_waits_for_a_bounded_time(store: FaultyStore, make: MakeEngine, clock: VirtualClock) -> None:
     prefill(make("p", load="layerwise"), 128)
-    engine = make("o", load="layerwise", layer_timeout_s="0.05")
+    engine = make("o", load="layerwise", transfer_timeout_s="3600", clock=clock)
     request = view("u", num_tokens=200, salt="0")
     assert engine.ask(request) == 128
     store.hold("get")
     engine.start_load(request, scattered(128, 16), 128, layerwise=True)
     store.wait_held("get")
-    engine.forward()
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(engine.forward)
+        wait_until_true(lambda: not engine.worker._compute.is_running, "it waits for a layer")
+        clock.advance(60)
+        step.result(WAIT_S)
     assert engine.reported(request.transfer_key) is None, "the store still has its buffer"
     store.let_go("get")
     assert engine.wait(request.transfer_key).code == TransferTimeout.code

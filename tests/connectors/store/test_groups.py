@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Expected, oracle
 from peer_groups import engines_of, run_to_rest, settle
-from store_rig import FaultyStore, MakeEngine, chain, engines, make_layout, view
+from store_rig import AMPLE, FaultyStore, MakeEngine, chain, engines, make_layout, view
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
@@ -202,7 +202,7 @@ def models(hf_model: Callable[..., Path]) -> Families:
 def stored(model: Path, **options: str) -> Iterator[tuple[EngineCore, EngineCore, MemoryStore]]:
     """Two engines over a store of their own, which stays as long as the block."""
     url = f"memory://{uuid.uuid4()}"
-    with open_store(url) as store, engines_of(model, "store", {"url": url, **options}) as (prefill, decode):
+    with open_store(url) as store, engines_of(model, "store", {"url": url, **AMPLE, **options}) as (prefill, decode):
         assert isinstance(store, MemoryStore)
         yield prefill, decode, store
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recall import make_question
-from store_servers import LMCacheServer, StoreServer
+from store_servers import LMCacheServer, SharedServer, StoreServer
 
 from pdkv import LLM, SamplingParams
 from pdkv.connectors.base import RequestView
@@ -139,9 +139,9 @@ def test_what_no_chunk_can_have_is_refused(options: dict[str, str], message: str
         LMCacheOptions.parse(OptionTexts({"model_name": "m", "hash": "builtin"} | options, "lmcache")).open_store()
 
 
-def test_a_chunk_of_another_form_is_a_miss_and_stays(server: StoreServer) -> None:
+def test_a_chunk_of_another_form_is_a_miss_and_stays(shared_server: SharedServer) -> None:
     """Other layers, another dtype, half of one: nothing of it is taken, and others find what they have put."""
-    host, _, port = server.url.partition("://")[2].partition(":")
+    host, _, port = shared_server("lmcache").url.partition("://")[2].partition(":")
 
     def opened(dtype: str, layers: int) -> LMCacheChunks:
         form = ChunkForm("m", 1, dtype, (2, layers, 256, 8))

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -24,26 +24,12 @@ from pdkv.errors import ConfigError, KVNotFound, StoreUnavailable
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.registry import open_store
 from pdkv.log_limit import LogLimit
+from pdkv.testing import VirtualClock
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """advance(seconds): so much later it is for what is known of a store's content."""
-    offset = 0.0
-    real = store_lookup.time.monotonic
-
-    class Clock:
-        @staticmethod
-        def monotonic() -> float:
-            return real() + offset
-
-    monkeypatch.setattr(store_lookup, "time", Clock)
-
-    def advance(seconds: float) -> None:
-        nonlocal offset
-        offset += seconds
-
-    return advance
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
 def keys_of(engine: Engine, part: int = 0, num_tokens: int = 256, salt: str = "0") -> list[bytes]:
@@ -215,10 +201,10 @@ def test_a_value_that_comes_between_two_looks_is_used_and_was_no_damage(store: F
 
 
 def test_damage_that_cannot_be_deleted_is_asked_for_again_after_a_while_only(
-    store: FaultyStore, make: MakeEngine, clock: Callable[[float], None]
+    store: FaultyStore, make: MakeEngine, clock: VirtualClock
 ) -> None:
     prefill(make("p"), 256)
-    engine = make("o")
+    engine = make("o", clock=clock)
     assert engine.ask(local()) == 256
     flip(store, keys_of(engine)[2])
     store.failing["delete"] = StoreUnavailable("read only")
@@ -226,11 +212,11 @@ def test_damage_that_cannot_be_deleted_is_asked_for_again_after_a_while_only(
     assert (outcome.code, outcome.num_tokens, outcome.num_damaged) == (KVNotFound.code, 128, 1)
     num_gets = store.count("get")
     for seconds in (0, store_lookup.BARRED_S / 2):
-        clock(seconds)
+        clock.advance(seconds)
         assert engine.ask(local(f"v{seconds}")) == 128
         assert engine.ask(local(f"w{seconds}", salt="0", num_tokens=200)) == 128
     assert store.count("get") == num_gets
-    clock(store_lookup.BARRED_S)
+    clock.advance(store_lookup.BARRED_S)
     assert engine.ask(local("later")) == 256, "once in a while it is tried"
     assert engine.load(local("later"), scattered(256, 16), 256).num_tokens == 128
 
@@ -414,36 +400,34 @@ def test_tiers_whose_fast_one_is_damaged_answer_from_neither_and_heal(tmp_path: 
 # --- what is believed has an age ----------------------------------------------------------------------------------
 
 
-def test_what_was_known_long_ago_is_looked_up_again(
-    store: FaultyStore, make: MakeEngine, clock: Callable[[float], None]
-) -> None:
+def test_what_was_known_long_ago_is_looked_up_again(store: FaultyStore, make: MakeEngine, clock: VirtualClock) -> None:
     """B1: a store that evicts, or forgets after ttl_s, costs no transfer for nothing again and again."""
     prefill(make("p"), 256)
-    engine = make("o")
+    engine = make("o", clock=clock)
     assert engine.ask(local()) == 256
     num_asked = store.count("contains")
     assert engine.ask(local("v")) == 256
     assert store.count("contains") == num_asked, "known"
     store.inner.delete(list(store.inner._shelf._values))
-    clock(31)
+    clock.advance(31)
     assert engine.ask(local("w")) == 0
     assert store.count("get") == 0
 
 
 def test_what_was_evicted_is_saved_again_by_who_still_has_it(
-    store: FaultyStore, make: MakeEngine, clock: Callable[[float], None]
+    store: FaultyStore, make: MakeEngine, clock: VirtualClock
 ) -> None:
     """Nobody writes what is known to be stored; after a while it is looked for first."""
-    engine, blocks, kv = make("p"), scattered(128, 16), random_kv(128)
+    engine, blocks, kv = make("p", clock=clock), scattered(128, 16), random_kv(128)
     engine.fill(blocks, kv)
     engine.save(view("a", num_tokens=129), blocks, 128)
-    clock(31)
+    clock.advance(31)
     num_puts = store.count("put")
     engine.save(view("b", num_tokens=129), blocks, 128)
     assert store.count("put") == num_puts, "it is there"
     store.inner.delete(list(store.inner._shelf._values)[:1])
     assert engine.save(view("c", num_tokens=129), blocks, 128) is None, "it was seen a moment ago"
-    clock(31)
+    clock.advance(31)
     engine.save(view("d", num_tokens=129), blocks, 128)
     assert store.count("put") == num_puts + 1
     assert make("o").ask(view("u", num_tokens=200, salt="")) == 128

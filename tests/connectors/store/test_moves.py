@@ -1,20 +1,17 @@
 """A prompt's values go from one tier into another: sound ones alone, and whatever fails, each is somewhere."""
 
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress, count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from damage import KnownStore, damage
-from store_rig import WAIT_S, Engine, FaultyStore, find, order, prefill, random_kv, scattered, view
+from store_rig import KEYS, WAIT_S, Engine, FaultyStore, find, order, prefill, random_kv, scattered, view
 from store_servers import RedisServer
 from traffic import wait_until_true
 
 from pdkv.connectors.base import ConfirmedRange
-from pdkv.connectors.store import between_tiers
 from pdkv.connectors.store.orders import values_of
 from pdkv.errors import StoreFull, StoreTimeout, StoreUnable, StoreUnavailable, TransferTimeout
 from pdkv.kv_store.base import Buffer, KVStore
@@ -26,6 +23,7 @@ from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.terms import Terms
 from pdkv.kv_store.tiers import TieredStore
+from pdkv.testing import VirtualClock
 from pdkv.wire.messages import KVGroup
 
 HOST_BYTES = 2 << 20
@@ -117,8 +115,8 @@ def test_values_of_all_groups_are_moved(host: HostStore, lower: FaultyStore) -> 
             meta = engine.step(confirmed=[ConfirmedRange(request, stop - 128, stop, [blocks, blocks], False)])
             assert not any(engine.wait(hold.key).code for hold in meta.holds)
         found = find(engine)
-        assert found["0-host"] == found["1-faulty"]
         num_values = found["0-host"][1]
+        wait_until_true(lambda: find(engine)["1-faulty"] == found["0-host"], "all is copied behind the saver")
         assert found["0-host"][0] == 256
         assert num_values > 4, "four of the group without a window, and blocks of the other one"
         assert order(engine, "move", source="host", tier="faulty")["1-faulty"].num_values == num_values
@@ -322,20 +320,25 @@ def test_a_full_destination_says_so(engine: Engine, lower: FaultyStore) -> None:
 
 
 def test_behind_the_deadline_nothing_leaves(
-    engine: Engine, lower: FaultyStore, monkeypatch: pytest.MonkeyPatch
+    host: HostStore, lower: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It passes with the last value that is put."""
-    prefill(engine, 192)
-    lower.inner.delete(keys_of(engine))
-    num_put, an_hour = lower.count("put"), 3600.0
+    clock = VirtualClock()
+    with TieredStore([host, lower]) as tiers:
+        engine = Engine(tiers, clock=clock, **ONE_VALUE)
+        prefill(engine, 192)
+        lower.inner.delete(keys_of(engine))
+        num_put, put = lower.count("put"), lower.put
 
-    def now() -> float:
-        return time.monotonic() + an_hour * (lower.count("put") - num_put == 3)
+        def put_late(items: Sequence[tuple[bytes, Buffer]]) -> None:
+            put(items)
+            clock.advance(3600.0 * (lower.count("put") - num_put == 3))
 
-    monkeypatch.setattr(between_tiers, "time", SimpleNamespace(monotonic=now))
-    moved = order(engine, "move", source="host", tier="faulty")["1-faulty"]
-    assert (moved.code, moved.problem) == (TransferTimeout.code, "all was copied, and not removed in time")
-    assert find(engine) == {"0-host": (192, 3), "1-faulty": (192, 3)}
+        monkeypatch.setattr(lower, "put", put_late)
+        moved = order(engine, "move", KEYS[:12], source="host", tier="faulty")["1-faulty"]
+        assert (moved.code, moved.problem) == (TransferTimeout.code, "all was copied, and not removed in time")
+        assert find(engine) == {"0-host": (192, 3), "1-faulty": (192, 3)}
+        engine.close()
 
 
 @pytest.mark.parametrize("source", ["host", "faulty"])

@@ -1,19 +1,17 @@
 """Stored KV that has terms: what is found when its time is over, what is copied on which terms, whose room it takes."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-import store_servers
 import torch
-from store_rig import Engine, order, random_kv, scattered, view
+from store_rig import KINDS_HERE, Engine, order, random_kv, scattered, store_here, view
+from store_servers import PATIENT, SERVERS, SharedServer
 from traffic import wait_until_true
 
-from pdkv.connectors.base import ConnectorConfig, RequestView
+from pdkv.connectors.base import RequestView
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
-from pdkv.connectors.store.shared_storage import SharedStorageConnector
 from pdkv.connectors.store.worker import TAIL_TTL_S
 from pdkv.errors import KVNotFound, StoreFull
 from pdkv.kv_store.base import Buffer, Item, KVStore
@@ -25,6 +23,7 @@ from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.registry import open_store
 from pdkv.kv_store.terms import Terms
 from pdkv.kv_store.tiers import TieredStore
+from pdkv.testing import VirtualClock
 from pdkv.wire.messages import CacheOrder, KVTerms
 
 NUM_TOKENS = 256
@@ -34,30 +33,20 @@ NOW = 1_800_000_000.0
 TERMS = KVTerms(owner=7, ttl_s=TTL_S)
 
 
-class Clock:
-    """Shows what it was set to."""
-
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> VirtualClock:
+    return VirtualClock(NOW)
 
 
 MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture
-def make(clock: Clock) -> Iterator[MakeEngine]:
+def make(clock: VirtualClock) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
     def make_engine(store: KVStore, **arguments: object) -> Engine:
-        made.append(Engine(store, f"e{len(made)}", clock=clock, **arguments))  # type: ignore[arg-type]
+        made.append(Engine(store, f"e{len(made)}", unix_time=clock.now, **arguments))  # type: ignore[arg-type]
         return made[-1]
 
     yield make_engine
@@ -67,54 +56,19 @@ def make(clock: Clock) -> Iterator[MakeEngine]:
             worker.shutdown()
 
 
-@pytest.fixture(params=["memory", "host", "file", "tiers", "shared_storage", "sqlite"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[KVStore]:
+@pytest.fixture(params=KINDS_HERE)
+def store(request: pytest.FixtureRequest, tmp_path: Path, clock: VirtualClock) -> Iterator[KVStore]:
     """A store of each kind without a server. Those that end values by themselves do so by the test's clock."""
-    with made_here(request.param, tmp_path, clock) as opened:
+    with store_here(request.param, tmp_path, clock.now) as opened:
         yield opened
 
 
-@pytest.fixture(params=["redis", "lmcache", "mooncake", "s3"])
-def served(request: pytest.FixtureRequest, clock: Clock) -> Iterator[KVStore]:
+@pytest.fixture(params=SERVERS)
+def served(request: pytest.FixtureRequest, clock: VirtualClock, shared_server: SharedServer) -> Iterator[KVStore]:
     """A store of each kind with one."""
-    match request.param:
-        case "redis":
-            server = store_servers.redis_server()
-        case "lmcache":
-            server = store_servers.lmcache_server()
-        case "mooncake":
-            server = store_servers.mooncake_server()
-        case _:
-            server = store_servers.s3_server()
-    with server as url, RedisStore(url, clock=clock) if request.param == "redis" else open_store(url) as opened:
+    url = shared_server(request.param).url
+    with RedisStore(url, unix_time=clock.now) if request.param == "redis" else open_store(url, PATIENT) as opened:
         yield opened
-
-
-def made_here(kind: str, path: Path, clock: Clock) -> KVStore:
-    match kind:
-        case "memory":
-            return MemoryStore("terms", clock=clock)
-        case "host":
-            return HostStore(path / "kv", StoreOptions(capacity=64 << 20), clock)
-        case "tiers":
-            host = HostStore(path / "kv", StoreOptions(capacity=64 << 20), clock)
-            return TieredStore([host, open_store(f"file://{path}/files")])
-        case "file":
-            return open_store(f"file://{path}/kv")
-        case "shared_storage":
-            from store_rig import make_layout
-
-            config = ConnectorConfig(
-                engine="e", epoch="1", layout=make_layout(16), num_blocks=8, options={"path": f"{path}/kv"}
-            )
-            return SharedStorageConnector(config, lambda: None).open_store()
-    sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "custom_connector"))
-    try:
-        from pdkv_sqlite import SQLiteStore
-    finally:
-        del sys.path[0]
-    store: KVStore = SQLiteStore(f"{path}/kv.db")
-    return store
 
 
 def asking(name: str, **fields: object) -> RequestView:
@@ -152,50 +106,52 @@ def loads_all(engine: Engine, kv: torch.Tensor) -> bool:
 # --- every store --------------------------------------------------------------------------------------------------
 
 
-def check_ends(store: KVStore, make: MakeEngine, clock: Clock) -> None:
+def check_ends(store: KVStore, make: MakeEngine, clock: VirtualClock) -> None:
     """A value is used for its time to live and not a second longer; the next save puts a new one in its place."""
     kv = save(make(store))
-    clock.now += TTL_S - 1
+    clock.advance(TTL_S - 1)
     assert loads_all(make(store), kv)
-    clock.now += 1
+    clock.advance(1)
     engine = make(store)
     assert not loads_all(engine, kv)
     save(engine)
-    clock.now += TTL_S - 1
+    clock.advance(TTL_S - 1)
     for reader in (engine, make(store)):
         assert loads_all(reader, kv)
-    clock.now += 1
+    clock.advance(1)
     assert not loads_all(make(store), kv)
 
 
 def test_a_value_is_used_for_its_time_to_live_also_where_the_store_knows_nothing_of_ends(
-    store: KVStore, make: MakeEngine, clock: Clock
+    store: KVStore, make: MakeEngine, clock: VirtualClock
 ) -> None:
     check_ends(store, make, clock)
 
 
-def test_a_value_on_a_server_is_used_for_its_time_to_live(served: KVStore, make: MakeEngine, clock: Clock) -> None:
+def test_a_value_on_a_server_is_used_for_its_time_to_live(
+    served: KVStore, make: MakeEngine, clock: VirtualClock
+) -> None:
     check_ends(served, make, clock)
 
 
 def test_what_is_found_to_be_over_is_deleted_where_the_store_did_not_know(
-    store: KVStore, make: MakeEngine, clock: Clock
+    store: KVStore, make: MakeEngine, clock: VirtualClock
 ) -> None:
     save(make(store))
     engine = make(store)
-    clock.now += TTL_S
+    clock.advance(TTL_S)
     assert not loads_all(engine, torch.empty(0))
     assert store.contains(keys_of(engine)) == [False] * NUM_VALUES
     assert store.count_damaged() == 0
 
 
 def test_what_lies_behind_what_is_over_is_written_anew_though_nobody_has_looked_at_it(
-    store: KVStore, make: MakeEngine, clock: Clock
+    store: KVStore, make: MakeEngine, clock: VirtualClock
 ) -> None:
     """A value at a time: after the first one the load has failed, and the others are still in a store of files."""
     one_by_one = {"staging_bytes": "1", "io_threads": "1"}
     kv = save(make(store))
-    clock.now += TTL_S
+    clock.advance(TTL_S)
     engine = make(store, **one_by_one)
     assert not loads_all(engine, kv)
     save(engine)
@@ -203,14 +159,16 @@ def test_what_lies_behind_what_is_over_is_written_anew_though_nobody_has_looked_
         assert loads_all(reader, kv)
 
 
-def test_the_end_of_a_signed_value_is_signed(store: KVStore, make: MakeEngine, clock: Clock, tmp_path: Path) -> None:
+def test_the_end_of_a_signed_value_is_signed(
+    store: KVStore, make: MakeEngine, clock: VirtualClock, tmp_path: Path
+) -> None:
     """Who may write to the store and does not know the secret makes no value live longer: it counts as damaged."""
     (tmp_path / "secret").write_text("a secret, long enough\n")
     (tmp_path / "secret").chmod(0o600)
     signed = {"sign": "true", "sign_key_file": f"{tmp_path}/secret"}
     engine = make(store, **signed)
     kv = save(engine)
-    clock.now += TTL_S - 1
+    clock.advance(TTL_S - 1)
     assert loads_all(make(store, **signed), kv)
     [first, *_] = keys_of(engine)
     value = memoryview(bytearray(64 * 3 * 2 * 4 * 4 * 4 + ENVELOPE_BYTES))
@@ -257,7 +215,7 @@ def test_values_and_tails_of_a_request_are_stored_on_its_terms_and_others_on_non
 
 @pytest.mark.parametrize("ttl_s", [None, 10 * TAIL_TTL_S])
 def test_a_tail_goes_by_itself_however_long_the_content_stays(
-    make: MakeEngine, clock: Clock, ttl_s: int | None
+    make: MakeEngine, clock: VirtualClock, ttl_s: int | None
 ) -> None:
     """What its engine, which is gone, did not delete. What is read beside it is not taken to end with it."""
     with Told() as told:
@@ -267,10 +225,10 @@ def test_a_tail_goes_by_itself_however_long_the_content_stays(
         decode = make(told)
         wanted = asking("t", kv="await_peer", num_tokens=71, handoff=handoff, kv_ready=True, kv_terms=terms)
         assert not decode.load(wanted, scattered(71, 16), 70).code
-        clock.now += TAIL_TTL_S
+        clock.advance(TAIL_TTL_S)
         assert decode.load(wanted, scattered(71, 16), 70).num_tokens == 64
         keys = decode.scheduler._cut.whole_keys(wanted.block_keys, 0, 64)
-        assert not decode.scheduler.lookups.ended(keys, clock.now)
+        assert not decode.scheduler.lookups.ended(keys, clock.now())
 
 
 def test_a_quota_without_a_time_to_live_leaves_values_as_they_were(make: MakeEngine) -> None:
@@ -286,10 +244,10 @@ def test_a_quota_without_a_time_to_live_leaves_values_as_they_were(make: MakeEng
 
 
 @pytest.fixture
-def tiers(tmp_path: Path, clock: Clock) -> Iterator[TieredStore]:
+def tiers(tmp_path: Path, clock: VirtualClock) -> Iterator[TieredStore]:
     """Host memory in front of files."""
     with TieredStore(
-        [HostStore(tmp_path / "kv", StoreOptions(capacity=4 << 20), clock), open_store(f"file://{tmp_path}/files")]
+        [HostStore(tmp_path / "kv", StoreOptions(capacity=4 << 20), clock.now), open_store(f"file://{tmp_path}/files")]
     ) as store:
         yield store
 
@@ -304,11 +262,11 @@ VALUE_BYTES = -(-(64 * 3 * 2 * 4 * 4 * 4 + ENVELOPE_BYTES) // PAGE_BYTES) * PAGE
 
 
 def test_a_load_from_a_lower_tier_brings_values_up_with_their_end_within_the_quota(
-    tiers: TieredStore, make: MakeEngine, clock: Clock
+    tiers: TieredStore, make: MakeEngine, clock: VirtualClock
 ) -> None:
     lower, host = tiers.tiers[1].store, host_of(tiers)
     kv = save(make(lower))
-    clock.now += 100
+    clock.advance(100)
     engine = make(tiers)
     request = asking("load", kv_terms=KVTerms(owner=7, ttl_s=TTL_S, quota_bytes=2 * VALUE_BYTES))
     blocks = scattered(NUM_TOKENS, 16)
@@ -350,9 +308,9 @@ def test_what_an_operator_prefetches_is_brought_near_on_the_terms_of_the_order(
     assert host_of(tiers).count_held().owned == {7: VALUE_BYTES}
 
 
-def test_what_is_over_below_is_not_brought_near(tiers: TieredStore, make: MakeEngine, clock: Clock) -> None:
+def test_what_is_over_below_is_not_brought_near(tiers: TieredStore, make: MakeEngine, clock: VirtualClock) -> None:
     save(make(tiers.tiers[1].store))
-    clock.now += TTL_S
+    clock.advance(TTL_S)
     engine = make(tiers)
     request = asking("load")
     outcome = engine.load(request, scattered(NUM_TOKENS, 16), engine.ask(request))
@@ -379,10 +337,10 @@ def test_a_value_that_one_quota_has_no_room_for_fails_its_save_and_no_other(
     assert caplog.text.count("KV is not saved (store_full: host memory: ") == 1
 
 
-def test_ranks_add_up_what_they_have_found_to_be_over(make: MakeEngine, clock: Clock) -> None:
-    with MemoryStore("ranks", clock=lambda: NOW) as store:
+def test_ranks_add_up_what_they_have_found_to_be_over(make: MakeEngine, clock: VirtualClock) -> None:
+    with MemoryStore("ranks", unix_time=lambda: NOW) as store:
         save(make(store, tp=2))
-        clock.now += TTL_S
+        clock.advance(TTL_S)
         engine = make(store, tp=2)
         request = asking("load")
         engine.start_load(request, scattered(NUM_TOKENS, 16), engine.ask(request))
@@ -392,11 +350,11 @@ def test_ranks_add_up_what_they_have_found_to_be_over(make: MakeEngine, clock: C
         assert [outcome.num_expired for outcome in outcomes] == [NUM_VALUES, NUM_VALUES]
 
 
-def test_a_clock_before_its_epoch_ends_values_and_nothing_else(make: MakeEngine, clock: Clock) -> None:
-    clock.now = -1e9
-    with MemoryStore("epoch", clock=clock) as store:
+def test_a_clock_before_its_epoch_ends_values_and_nothing_else(make: MakeEngine, clock: VirtualClock) -> None:
+    clock.advance(-1e9 - NOW)
+    with MemoryStore("epoch", unix_time=clock.now) as store:
         save(make(store), kv_terms=KVTerms(owner=7, ttl_s=1))
-        clock.now = NOW
+        clock.advance(1e9 + NOW)
         assert not loads_all(make(store), torch.empty(0))
 
 
@@ -422,11 +380,11 @@ class Unclean(KVStore):
         return
 
 
-def test_what_cannot_be_deleted_is_a_miss_all_the_same(make: MakeEngine, clock: Clock) -> None:
+def test_what_cannot_be_deleted_is_a_miss_all_the_same(make: MakeEngine, clock: VirtualClock) -> None:
     with MemoryStore("unclean") as memory:
         store = Unclean(memory)
         save(make(store))
-        clock.now += TTL_S
+        clock.advance(TTL_S)
         assert not loads_all(make(store), torch.empty(0))
 
 
@@ -434,7 +392,7 @@ def test_what_cannot_be_deleted_is_a_miss_all_the_same(make: MakeEngine, clock: 
 
 
 def test_a_value_that_is_over_in_a_near_tier_leaves_the_new_one_behind_it_alone(
-    make: MakeEngine, clock: Clock, tmp_path: Path
+    make: MakeEngine, clock: VirtualClock, tmp_path: Path
 ) -> None:
     """Files know nothing of ends. Each host has one for itself in front of the one that they share."""
     first, second = (
@@ -443,19 +401,21 @@ def test_a_value_that_is_over_in_a_near_tier_leaves_the_new_one_behind_it_alone(
     )
     save(first)
     assert loads_all(second, save(make(open_store(f"file://{tmp_path}/other"))))  # it has a copy of its own now
-    clock.now += TTL_S
+    clock.advance(TTL_S)
     assert not loads_all(first, torch.empty(0))
     kv = save(first)
-    assert wait_until_true(lambda: loads_all(second, kv), "it is copied to the tier behind")
+    copies = first.connectors[0].store._backfill  # type: ignore[attr-defined]
+    wait_until_true(lambda: not (any(copies._offered.values()) or copies._is_busy), "all is copied to the tier behind")
+    assert loads_all(second, kv)
     assert loads_all(first, kv)
 
 
 @pytest.mark.parametrize("kind", ["file", "tiers", "host", "memory"])
 def test_what_a_hand_off_finds_in_the_pool_is_stored_anew_when_the_stored_value_is_over(
-    make: MakeEngine, clock: Clock, tmp_path: Path, kind: str
+    make: MakeEngine, clock: VirtualClock, tmp_path: Path, kind: str
 ) -> None:
     """Decode reads what prefill says that it has stored."""
-    with made_here(kind, tmp_path, clock) as store:
+    with store_here(kind, tmp_path, clock.now) as store:
         prefill, decode = make(store), make(store)
         prefill.scheduler.update_peers([decode.card()])
         decode.scheduler.update_peers([prefill.card()])
@@ -466,25 +426,25 @@ def test_what_a_hand_off_finds_in_the_pool_is_stored_anew_when_the_stored_value_
             request = asking(f"t{number}", kv="await_peer", handoff=handoff, kv_ready=True)
             assert decode.ask(request) == NUM_TOKENS
             assert not decode.load(request, scattered(NUM_TOKENS, 16, start=7), NUM_TOKENS).code
-            clock.now += TTL_S
+            clock.advance(TTL_S)
 
 
 def test_what_was_loaded_and_is_handed_off_after_its_end_is_stored_anew(
-    make: MakeEngine, clock: Clock, tmp_path: Path
+    make: MakeEngine, clock: VirtualClock, tmp_path: Path
 ) -> None:
-    with made_here("file", tmp_path, clock) as store:
+    with store_here("file", tmp_path, clock.now) as store:
         kv = save(make(store))
         prefill, decode = make(store), make(store)
         assert loads_all(prefill, kv)
-        clock.now += TTL_S
+        clock.advance(TTL_S)
         handoff = prefill.hand_off(asking("t", kv="handoff"), scattered(NUM_TOKENS, 16, start=7), NUM_TOKENS)
         request = asking("t", kv="await_peer", handoff=handoff, kv_ready=True)
         assert not decode.load(request, scattered(NUM_TOKENS, 16), decode.ask(request)).code
 
 
-def test_a_value_without_an_end_is_not_used_where_values_have_one(make: MakeEngine, clock: Clock) -> None:
+def test_a_value_without_an_end_is_not_used_where_values_have_one(make: MakeEngine, clock: VirtualClock) -> None:
     """It is of an engine that is older than ends, and ignored the terms."""
-    with MemoryStore("older", clock=clock) as store:
+    with MemoryStore("older", unix_time=clock.now) as store:
         kv = save(make(store), kv_terms=None)
         assert not loads_all(make(store), kv)
         assert store.contains(keys_of(make(store))) == [False] * NUM_VALUES
@@ -494,8 +454,8 @@ def test_a_value_without_an_end_is_not_used_where_values_have_one(make: MakeEngi
 
 
 @pytest.mark.parametrize("kind", ["host", "memory"])
-def test_a_memory_says_on_which_terms_it_keeps_values(clock: Clock, tmp_path: Path, kind: str) -> None:
-    with made_here(kind, tmp_path, clock) as store:
+def test_a_memory_says_on_which_terms_it_keeps_values(clock: VirtualClock, tmp_path: Path, kind: str) -> None:
+    with store_here(kind, tmp_path, clock.now) as store:
         terms = {b"a": Terms(int(NOW) + 5, 7, 1 << 20), b"b": Terms(0, 8)}
         store.put_on_terms([(key, memoryview(b"value")) for key in (b"a", b"b", b"c")], terms)
         told = store.terms_of([b"a", b"b", b"c", b"d"])
@@ -505,9 +465,11 @@ def test_a_memory_says_on_which_terms_it_keeps_values(clock: Clock, tmp_path: Pa
         ]
 
 
-def test_a_value_that_is_moved_keeps_its_end_and_its_owner(make: MakeEngine, clock: Clock, tmp_path: Path) -> None:
+def test_a_value_that_is_moved_keeps_its_end_and_its_owner(
+    make: MakeEngine, clock: VirtualClock, tmp_path: Path
+) -> None:
     """Host memory tells them of what leaves it; a file has no more than the end, so that the order tells the owner."""
-    host = HostStore(tmp_path / "kv", StoreOptions(capacity=64 << 20), clock)
+    host = HostStore(tmp_path / "kv", StoreOptions(capacity=64 << 20), clock.now)
     engine = make(TieredStore([host, open_store(f"file://{tmp_path}/files")]))
     kv, keys = save(engine), list(asking("x").block_keys)
     num_bytes = host.count_held().owned
@@ -518,7 +480,7 @@ def test_a_value_that_is_moved_keeps_its_end_and_its_owner(make: MakeEngine, clo
     assert moved.num_values == NUM_VALUES
     assert host.count_held().owned == num_bytes
     assert {terms.expires_at for terms in host.terms_of(keys_of(engine)).values()} == {NOW + TTL_S}
-    clock.now += TTL_S - 1
+    clock.advance(TTL_S - 1)
     assert loads_all(make(engine.connectors[0].store), kv)
-    clock.now += 1
+    clock.advance(1)
     assert not loads_all(make(engine.connectors[0].store), kv)
