@@ -115,6 +115,7 @@ def open_connections(store: KVStore, num: int) -> None:
 def test_a_shutdown_waits_for_no_server(server: StoreServer, make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup, a load and a save are under way, and no watch hangs up on them before."""
     monkeypatch.setattr("pdkv.kv_store.tiers.LATE_S", 3600.0)
+    others = set(threading.enumerate())
     engine, blocks, seed = make("p"), scattered(NUM_TOKENS, 16), next(SEEDS)
     tiers = tiers_of(engine)
     prefill(engine, NUM_TOKENS, seed=seed)
@@ -124,6 +125,7 @@ def test_a_shutdown_waits_for_no_server(server: StoreServer, make: MakeEngine, m
         engine.start_load(asking("u", seed), blocks, NUM_TOKENS)
         engine.confirm(asking("s", next(SEEDS)), blocks, NUM_TOKENS)
         wait_until_true(lambda: len(tiers.tiers[0].calls) == 3, "all three ask the server")
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("pdkv-")]
+        threads = [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("pdkv-")]
         engine.close()
+        assert threads
         assert not [thread.name for thread in threads if thread.is_alive()]
