@@ -8,7 +8,6 @@ A device computes behind its host. So a step that has been ordered already is la
 finished: the device goes from one to the next, while the host looks at what came of the first.
 """
 
-import logging
 import queue
 import threading
 from collections import deque
@@ -22,8 +21,6 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.errors import RankError
 from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import EngineCard
-
-logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 60.0
 """How long a stop waits for the step that runs: it uses memory that is given back then. A launcher waits less long."""

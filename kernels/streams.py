@@ -14,7 +14,6 @@ an event that one records and another waits for. On the CPU all of it is trivial
 tests/support/recorded_streams.py stands in for a device and runs things in the worst order that the events allow.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -162,13 +161,13 @@ class CudaEvent(Event):
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self, timeout_s: float) -> None:
-        deadline, pause = MONOTONIC.now() + timeout_s, threading.Event()
+        deadline = MONOTONIC.now() + timeout_s
         for pause_s in looks():
             if self.query():
                 return
             if MONOTONIC.now() >= deadline:
                 raise TransferTimeout(f"the device has not come to an event within {timeout_s:g} s")
-            pause.wait(pause_s)
+            MONOTONIC.sleep(pause_s)
 
 
 class _CudaStream(Stream):

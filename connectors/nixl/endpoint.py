@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.clock import MONOTONIC
 from pdkv.connectors.arena.memory import NUM_WORDS, Arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import LEAVE_S, NOTHING, Memory, NixlAgent, may_land_late
@@ -38,8 +39,8 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 M = TypeVar("M", bound=Wire)
 
-_HOT_LOOKS = 20
-"""After a message another one is due any moment: so often the thread looks with the short pause, some 2 ms in all."""
+_HOT_S = 0.002
+"""So long after a message another one is due any moment, by the machine's clock whatever the connector's is."""
 
 _HOT_PAUSE_S = 0.00005
 _IDLE_PAUSE_S = 0.02
@@ -372,7 +373,7 @@ class NixlEndpoint:
     def _run(self, stopping: threading.Event) -> None:
         """The message thread."""
         self.use_device()
-        num_hot, next_tick, now = 0, 0.0, self.config.clock.now
+        hot_until, next_tick, now = 0.0, 0.0, self.config.clock.now
         while not stopping.is_set():
             busy, all_sent = False, True
             try:
@@ -392,9 +393,10 @@ class NixlEndpoint:
             pause_s = _IDLE_PAUSE_S if all_sent else _FULL_PAUSE_S
             if busy:
                 pause_s = 0.0
-            elif num_hot:
+            elif MONOTONIC.now() < hot_until:
                 pause_s = _HOT_PAUSE_S
-            num_hot = _HOT_LOOKS if self._doorbell.wait(pause_s) or busy else max(num_hot - 1, 0)
+            if self._doorbell.wait(pause_s) or busy:
+                hot_until = MONOTONIC.now() + _HOT_S
 
     def _receive(self) -> bool:
         messages = [*self._agent.receive(), *self._doorbell.take()]
