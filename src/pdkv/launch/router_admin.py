@@ -37,9 +37,9 @@ class RouterAdmin:
         self._path = run_dir / ADMIN_SOCKET
         self._patience_s = patience_s
 
-    async def engines(self) -> list[dict[str, Any]]:
-        """All engines, as in `/topology`."""
-        answer = await self._call("GET", _ENGINES)
+    async def engines(self, *, fresh: bool = False) -> list[dict[str, Any]]:
+        """All engines, as in `/topology`. `fresh`: they are asked how they are now."""
+        answer = await self._call("GET", f"{_ENGINES}?fresh=true" if fresh else _ENGINES)
         return list(answer["engines"])
 
     async def caches(self) -> list[dict[str, Any]]:
