@@ -56,6 +56,16 @@ def test_an_engine_that_goes_is_waited_for_no_longer(end: str) -> None:
     run(System(1, 1), body)
 
 
+def test_a_silent_engine_is_not_asked() -> None:
+    async def body(system: System) -> None:
+        system.dispatcher.fleet.engines["decode-0"].health.silent = True
+        system.dispatcher.fleet.engines["prefill-0"].health.silent = True
+        assert await system.dispatcher.fresh_reports(60.0)
+        assert not asked(system, "decode-0")
+
+    run(System(1, 1), body)
+
+
 def test_who_does_not_answer_is_told_of_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener.Listener.fresh_reports, "__defaults__", (0.0,))
 
