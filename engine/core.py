@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from pdkv.connectors.base import TransferKey, TransferOutcome
 from pdkv.engine.cache_orders import CacheOrders
 from pdkv.engine.executor import Ended, Executor
@@ -37,6 +39,7 @@ from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     PROBE_SALT,
     Abort,
+    AskReport,
     CacheCleared,
     CacheOrder,
     Continue,
@@ -174,6 +177,8 @@ class EngineCore:
         self._event_number = 0
         self._lower_tiers = LowerTiers()
         self._cache_orders = CacheOrders(scheduler.kv, scheduler.external, card.connector)
+        self._asked_reports: dict[str, int] = {}  # number of the last AskReport, by router
+        self._begun_reports: dict[str, int] | None = None  # of those that the ranks' answer is awaited for
         self._told: set[str] = set()  # routers that were told the whole cache since messages left last
 
     # --- the loop's view ------------------------------------------------------------------------------------------
@@ -273,6 +278,18 @@ class EngineCore:
             self.external.worker_stats = ended.stats
         self._sends_ended(self.scheduler.settle(ended.transfers))
         self._fail_rejected()
+        if ended.is_report:
+            load, routers = self._make_load(), self._begun_reports or {}
+            for router_id, number in routers.items():
+                self._outbox(router_id, msgspec.structs.replace(load, answers=number))
+            self._begun_reports = None
+
+    def begin_report(self) -> bool:
+        """Whether routers wait for a report, and none is under way: `settle` is to get one answer of the ranks."""
+        if not self._asked_reports or self._begun_reports is not None:
+            return False
+        self._begun_reports, self._asked_reports = self._asked_reports, {}
+        return True
 
     def _sends_ended(self, sends: Sequence[EndedSend]) -> None:
         for send in sends:
@@ -317,6 +334,8 @@ class EngineCore:
         self.prefill.router_left(router_id)
         self.scheduler.trials.router_left(router_id)
         self._cache_orders.router_left(router_id)
+        for numbers in (self._asked_reports, self._begun_reports or {}):
+            numbers.pop(router_id, None)
         if self._cards.pop(router_id, None) is not None:
             self._update_peers()
         self._dirty = True
@@ -353,7 +372,7 @@ class EngineCore:
         Args:
             prepared: what is known already of a Submit's tokens.
         """
-        if not isinstance(message, Continue | Release):  # those say themselves whether anything follows
+        if not isinstance(message, Continue | Release | AskReport):  # those say themselves whether anything follows
             self._dirty = True
         match message:
             case Submit():
@@ -377,6 +396,8 @@ class EngineCore:
                     self.scheduler.go_on()  # blocks may have come free
             case CacheOrder():
                 self._cache_orders.begin(router_id, message, now)
+            case AskReport(number=number):
+                self._asked_reports[router_id] = number
             case Trial():
                 self.counters.dropped_messages += not self.scheduler.trials.answered(router_id, message)
             case _:

@@ -43,6 +43,7 @@ class Ended(NamedTuple):
 
     transfers: TransferResults
     stats: Stats | None = None  # since start; None: as before
+    is_report: bool = False  # the answer to `Executor.report`
 
 
 NOTHING_ENDED = Ended(NO_TRANSFERS)
@@ -76,9 +77,16 @@ class Executor(ABC):
         """
         return NOTHING_ENDED
 
-    def ask_finished(self) -> Ended:
-        """`take_finished` of all ranks, which are asked. Blocks for their answers; raises what a rank raised."""
+    def ask_finished(self, *, with_stats: bool = False) -> Ended:
+        """`take_finished` of all ranks, which are asked. Blocks for their answers; raises what a rank raised.
+
+        `with_stats`: also where no transfer has ended.
+        """
         return self.take_finished()
+
+    def report(self) -> Ended:
+        """Between steps: what all ranks have to say of now, whatever it is. Blocks and raises as `ask_finished`."""
+        return self.ask_finished(with_stats=True)._replace(is_report=True)
 
     @abstractmethod
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
@@ -303,12 +311,12 @@ class InProcessExecutor(ModelExecutor):
         # What one of several ranks has ended others may not have.
         return self.ask_finished() if self.shard.size == 1 else NOTHING_ENDED
 
-    def ask_finished(self) -> Ended:
+    def ask_finished(self, *, with_stats: bool = False) -> Ended:
         """Of this rank alone."""
         if self._worker is None:
             return NOTHING_ENDED
         transfers = self._worker.get_finished()
-        return Ended(transfers, self._worker.get_stats()) if transfers else NOTHING_ENDED
+        return Ended(transfers, self._worker.get_stats()) if transfers or with_stats else NOTHING_ENDED
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         if self._worker is not None:

@@ -57,6 +57,8 @@ class InTurn(StepLoop):
         self._core.wake()
 
     def turn(self) -> None:
+        if self._core.begin_report():
+            self._core.settle(self._core.executor.report())
         now = self._clock.now()
         if self._is_step_due(now):
             self._core.finish_step(self._core.begin_step(now), self._clock.now())
@@ -99,6 +101,8 @@ class Ahead(StepLoop):
 
     def turn(self) -> None:
         self.take_in(self._clock.now())
+        if self._core.begin_report():
+            self._orders.ask_report()
         while not self.is_full and self._is_step_due(now := self._clock.now()):
             if self.plan(now):
                 return  # what came of it leaves before the next one begins

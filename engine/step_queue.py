@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferResults
-from pdkv.engine.executor import Ended, Executor
+from pdkv.engine.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.engine.pending import MAX_PENDING, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.errors import RankError
@@ -43,7 +43,7 @@ class PeersRefused(NamedTuple):
     error: Exception
 
 
-Order = StepPlan | PeersChanged | Literal["enter", "ask", "stop"]
+Order = StepPlan | PeersChanged | Literal["enter", "ask", "report", "stop"]
 Result = StepOutput | Ended | PeersRefused
 
 
@@ -112,6 +112,10 @@ class StepQueue:
             self._is_asked = True
             self._put("ask")
 
+    def ask_report(self) -> None:
+        """`Executor.report` between two steps, behind those that were ordered before; `collect` has the answer."""
+        self._put("report")
+
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         """Between two steps: tell the connector's worker sides which engines came and went."""
         self._put(PeersChanged(added, removed))
@@ -174,7 +178,9 @@ class StepQueue:
         if self._under_way:
             if isinstance(result, Ended) and not (result.transfers.has_sends or self._has_sends):
                 self._tell_loads(result.transfers)
-                result = None if result.stats is None else Ended(NO_TRANSFERS, result.stats)
+                result = result._replace(transfers=NO_TRANSFERS)
+                if result == NOTHING_ENDED:
+                    result = None
             self._under_way[-1].behind.append(result)
         else:
             self._deliver(result)
@@ -228,7 +234,7 @@ class StepQueue:
         if result is not None:
             self._notify()
 
-    def _run_between(self, order: PeersChanged | Literal["enter", "ask", "stop"]) -> Result | None:
+    def _run_between(self, order: PeersChanged | Literal["enter", "ask", "report", "stop"]) -> Result | None:
         """What is no step."""
         if isinstance(order, PeersChanged):
             try:
@@ -241,6 +247,8 @@ class StepQueue:
         if order == "enter":
             self._executor.enter_thread()
             return None
+        if order == "report":
+            return self._executor.report()
         self._is_asked = False  # before it looks: what ends from now on is asked for again
         ended = self._executor.ask_finished()
         return ended if ended.transfers else None

@@ -164,7 +164,7 @@ class MultiProcessExecutor(ModelExecutor):
             connector_stats=self._sum_stats([output.connector_stats, *(a.connector_stats for a in done)]),
         )
 
-    def ask_finished(self) -> Ended:
+    def ask_finished(self, *, with_stats: bool = False) -> Ended:
         """Ask all ranks; a transfer has ended when it has on every one.
 
         Raises:
@@ -172,8 +172,8 @@ class MultiProcessExecutor(ModelExecutor):
         """
         others = self._others
         try:
-            others.tell(encode(Collect()), self._timeout_s)
-            own = self._local.ask_finished()
+            others.tell(encode(Collect(with_stats)), self._timeout_s)
+            own = self._local.ask_finished(with_stats=with_stats)
             answers = [answer for answer in others.hear(self._timeout_s) if isinstance(answer, Collected)]
         except RankError as error:
             raise others.why(error) from None

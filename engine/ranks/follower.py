@@ -87,8 +87,9 @@ class FirstRank:
                 case Step() as step:
                     output = executor.execute(plan_of(step, metadata_type))
                     self.say(step_done(output))
-                case Collect():
-                    self.say(collected(*executor.ask_finished()))
+                case Collect(with_stats=with_stats):
+                    ended = executor.ask_finished(with_stats=with_stats)
+                    self.say(collected(ended.transfers, ended.stats))
                 case PeersChanged(added=added, removed=removed):
                     executor.update_peers(added, removed)
                 case Stop():

@@ -36,6 +36,8 @@ class MasksTaken(msgspec.Struct, frozen=True, tag=True):
 class Collect(msgspec.Struct, frozen=True, tag=True):
     """Between two steps: which transfers have ended? Answered by Collected."""
 
+    with_stats: bool = False  # in any case
+
 
 class PeersChanged(msgspec.Struct, frozen=True, tag=True):
     """For the connector's worker side."""

@@ -35,6 +35,7 @@ class EngineState:
     life: EngineLife = "starting"
     card: EngineCard | None = None  # of the last incarnation
     load: LoadReport | None = None  # the last report of this incarnation
+    answered: int = 0  # the last AskReport that it has answered
     books: Books = field(default_factory=Books)  # what this router has given this incarnation
     num_deaths: int = 0
     health: EngineHealth = field(default_factory=EngineHealth)  # of the last incarnation
@@ -269,6 +270,7 @@ class Fleet:
         state = self.engines[name]
         self.speeds.reported(name, load)
         state.load = load
+        state.answered = max(state.answered, load.answers)
 
     def went_down(self, name: str, now: float) -> None:
         """The incarnation that was ready is gone."""

@@ -18,6 +18,7 @@ from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     Allocated,
+    AskReport,
     Beat,
     CacheAnswer,
     EngineCard,
@@ -40,6 +41,10 @@ from pdkv.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+REPORT_TIMEOUT_S = 2.0
+"""How long `fresh_reports` waits for engines: one that is stopped, or in a long step, does not answer."""
 
 
 class Listener(Driver):
@@ -65,6 +70,7 @@ class Listener(Driver):
         self.index = index
         self.tiers = tiers
         self.cache_orders = CacheOrders(self._send, fleet.is_ready)
+        self._report_number = 0
         self._settled = asyncio.Event()  # it is known whether this start succeeds
         self._refusal: IncompatiblePeers | None = None  # why it does not
         self.closed = False  # whether `close` was called
@@ -84,6 +90,26 @@ class Listener(Driver):
         await self._settled.wait()
         if self._refusal is not None:
             raise self._refusal
+
+    async def fresh_reports(self, timeout_s: float = REPORT_TIMEOUT_S) -> bool:
+        """Ask all engines that are ready and not silent how they are; return when each has said so, or is gone.
+
+        Returns:
+            False: one did not within `timeout_s`; what it said before is still there.
+        """
+        self._report_number += 1
+        number = self._report_number
+        asked = [(engine, engine.card) for engine in self.fleet.engines.values() if engine.life == "ready"]
+        asked = [(engine, card) for engine, card in asked if not engine.is_silent]
+        for engine, _ in asked:
+            self._send(engine.name, AskReport(number))
+
+        def are_there() -> bool:
+            return self.closed or not any(
+                engine.answered < number and engine.life == "ready" and engine.card is card for engine, card in asked
+            )
+
+        return await self.changes.wait_for(are_there, timeout_s)
 
     def work_on_index_soon(self) -> None:
         """In a turn of the event loop of its own."""
@@ -174,6 +200,8 @@ class Listener(Driver):
                 self._handle(self._transfers.get(message.transfer_id), name, message, now)
             case LoadReport():
                 self.fleet.reported(name, message)
+                if message.answers:
+                    self.changes.notify()
             case Beat():
                 self.fleet.engines[name].health.beat(message)
             case Trial():

@@ -25,6 +25,7 @@ from pdkv.router.http.cache_pages import MAX_BODY_BYTES as MAX_CACHE_BODY_BYTES
 from pdkv.router.http.cache_pages import CachePages
 from pdkv.router.http.request_state import request_route
 from pdkv.router.http.responses import describe_error, json_response
+from pdkv.router.http.status_pages import freshen
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
@@ -70,14 +71,17 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
     POST /admin/cache/ACTION         lookup, clear, pin, unpin, prefetch, move: of a prompt (cache_pages.py)
     GET  /admin/requests/ID          what is known of the requests of that id (request_state.py)
 
+    With ?fresh=true the engines are asked first, and what they said before is told only of those that do not answer.
     Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true. `caches` None: no
     actions on them.
     """
 
     async def list_engines(request: Request) -> Response:
+        await freshen(request, dispatcher)
         return json_response(dispatcher.topology())
 
     async def show_cache(request: Request) -> Response:
+        await freshen(request, dispatcher)
         return json_response(describe_caches(dispatcher.engines()) if caches is None else caches.describe())
 
     async def get_engine(request: Request) -> Response:

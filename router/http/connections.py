@@ -4,7 +4,7 @@ import logging
 import os
 from typing import Protocol
 
-from pdkv.clock import MONOTONIC
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.router.generations.changes import Changes
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ class Connections:
     Those that are ending do not count: there is some room beside the limit for them to be read to their end.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
         self._limit = limit
         self._spare = max(4, limit // 16)
         self._idle: dict[Connection, float] = {}  # without a request in progress, and since when; the oldest first
@@ -83,7 +84,8 @@ class Connections:
         """Whether the connection that was opened last may stay; may evict an idle one."""
         if self.num_open - len(self._ending) <= self._limit:
             return True
-        oldest = _older(self._idle, _EVICTABLE_S) or _older(self._receiving, _SLOW_BODY_S)
+        now = self._clock.now()
+        oldest = _older(self._idle, now - _EVICTABLE_S) or _older(self._receiving, now - _SLOW_BODY_S)
         if oldest is None:
             return False
         self.leave(oldest)
@@ -92,12 +94,12 @@ class Connections:
 
     def idle(self, connection: Connection) -> None:
         """It waits for a request."""
-        self._idle.setdefault(connection, MONOTONIC.now())
+        self._idle.setdefault(connection, self._clock.now())
 
     def receiving(self, connection: Connection) -> None:
         """Its next request has begun, and a body may follow."""
         self.leave(connection)
-        self._receiving[connection] = MONOTONIC.now()
+        self._receiving[connection] = self._clock.now()
 
     def ending(self, connection: Connection) -> None:
         """It has its last answer, and is open only to be read; may evict the one that has been so for longest."""
@@ -114,10 +116,10 @@ class Connections:
         self._ending.pop(connection, None)
 
 
-def _older(since: dict[Connection, float], age_s: float) -> Connection | None:
+def _older(since: dict[Connection, float], than: float) -> Connection | None:
     """The first of what is oldest first, where it is that old."""
     oldest = next(iter(since), None)
-    return None if oldest is None or MONOTONIC.now() - since[oldest] < age_s else oldest
+    return None if oldest is None or since[oldest] > than else oldest
 
 
 def connection_limit(asked: int, open_files_limit: int, num_engines: int) -> int:

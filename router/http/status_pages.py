@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
 
 
+async def freshen(request: Request, dispatcher: "Dispatcher") -> None:
+    """?fresh=true: the engines say first how they are, those that answer soon."""
+    if request.query_params.get("fresh") == "true":
+        await dispatcher.fresh_reports()
+
+
 class StatusPages:
     """Requests that generate nothing and change nothing."""
 
@@ -87,10 +93,12 @@ class StatusPages:
         return json_response({"server_load": self._metrics.in_flight})
 
     async def _render_metrics(self, request: Request) -> Response:
+        await freshen(request, self._dispatcher)
         text = await self._metrics.render()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _topology(self, request: Request) -> Response:
+        await freshen(request, self._dispatcher)
         return json_response(self._dispatcher.topology())
 
     async def _openapi(self, request: Request) -> Response:

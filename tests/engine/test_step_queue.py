@@ -71,7 +71,7 @@ class Device(Executor):
             raise MemoryError(f"step {plan.step_id}")
         return _Step(self, plan.step_id)
 
-    def ask_finished(self) -> Ended:
+    def ask_finished(self, *, with_stats: bool = False) -> Ended:
         self.log.append("ask")
         return Ended(self.ended, {})
 

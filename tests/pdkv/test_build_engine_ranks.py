@@ -27,14 +27,14 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.ranks.follower import FirstRank
 from pdkv.engine.sampling.sampler import SamplingState
-from pdkv.engine.step_loop import Ahead
+from pdkv.engine.step_loop import Ahead, InTurn
 from pdkv.engine.step_queue import StepQueue
 from pdkv.errors import ConfigError, InvalidRequest, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
 from pdkv.grammar.prepare import with_grammar
 from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, LoadReport, Peers, Tokens
+from pdkv.wire.messages import Abort, AskReport, EngineToRouter, Failed, Finished, LoadReport, Peers, Tokens
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)
@@ -382,6 +382,16 @@ def test_what_the_workers_of_all_ranks_count_is_in_the_load(tiny_model_dir: Path
         name = engine.core.card.connector
         seen.append((loads[-1].connectors[name].saves, loads[-1].connectors[f"{name}/part"].loads))
     assert seen == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_report_that_is_asked_for_has_what_all_ranks_count_now(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    """Also what no transfer's end brings."""
+    core = (engine := make_engine(tiny_model_dir, 2)).core
+    engine.worker(0).num_reported, engine.worker(1).num_reported = 3, 4
+    core.handle("r", AskReport(1), 0.0)
+    InTurn(core).turn()
+    (report,) = [m for _, sent in core.take_messages(0.0) for m in sent if isinstance(m, LoadReport) and m.answers]
+    assert (report.answers, report.connectors[core.card.connector].saves) == (1, 7)
 
 
 def test_a_rank_with_news_wakes_the_engine(tiny_model_dir: Path, make_engine: MakeEngine) -> None:

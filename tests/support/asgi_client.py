@@ -24,6 +24,7 @@ class Exchange:
     """One request to an application and what came back so far."""
 
     def __init__(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> None:
+        path, _, query = path.partition("?")
         self.status = 0
         self.headers: dict[str, str] = {}
         self.writes: list[bytes] = []
@@ -37,7 +38,7 @@ class Exchange:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "server": ("test", 80),

@@ -116,8 +116,9 @@ class Running:
         return line
 
     def get(self, path: str) -> httpx.Response:
-        """GET a path of the router."""
-        return httpx.get(self.url + path, timeout=30, verify=NO_AUTHORITIES)
+        """GET a path of the router; of engines, what they say now."""
+        fresh = "?fresh=true" if path in ("/metrics", "/topology") else ""
+        return httpx.get(self.url + path + fresh, timeout=30, verify=NO_AUTHORITIES)
 
     def complete(self, prompt: str | list[int], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         """POST /v1/completions, greedy."""

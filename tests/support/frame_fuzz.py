@@ -17,6 +17,7 @@ from pdkv.wire.frames import decode_frame
 from pdkv.wire.messages import (
     Abort,
     Allocated,
+    AskReport,
     Beat,
     BlockCounts,
     BlockRemoved,
@@ -73,7 +74,7 @@ TO_ENGINE: Sequence[RouterToEngine] = (
     Submit(request_id="d", transfer_id="t", attempt=1, prompt_token_ids=[5, 6, 7], params=PARAMS, timeout_s=2.0,
            kv="await_peer", handoff=HANDOFF, conditional=True, ticket=b"ticket", cache_salt="s", priority=3),
     Abort("q", 0), KVTicket("p", 0, b"ticket"), Continue("d", 1, [9]), HANDOFF, KVReady("d", 1, ok=False, code="x"),
-    Release("t", 0), Peers([CARD]), Resync(), Hello("fuzz", "e"),
+    Release("t", 0), Peers([CARD]), Resync(), Hello("fuzz", "e"), AskReport(1),
 )  # fmt: skip
 
 TO_ROUTER: Sequence[EngineToRouter] = (

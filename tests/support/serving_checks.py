@@ -134,8 +134,8 @@ def settled_books(deployment: Running, done: Callable[[Books], bool]) -> Books:
     deadline = time.monotonic() + REST_BOUND_S
     with httpx.Client(base_url=deployment.url, timeout=REQUEST_BOUND_S, verify=False) as client:
         while True:
-            engines = client.get("/topology").json()["engines"]
-            books = _parse_books(client.get("/metrics").text)
+            engines = client.get("/topology?fresh=true").json()["engines"]
+            books = _parse_books(client.get("/metrics?fresh=true").text)
             if at_rest(engines) and done(books):
                 return books
             if time.monotonic() > deadline:

@@ -26,6 +26,7 @@ from pdkv.wire.messages import (
     MAX_TRIAL_TOKENS,
     PART_TOKENS,
     Abort,
+    AskReport,
     BlockRemoved,
     BlockStored,
     CacheAnswer,
@@ -57,6 +58,7 @@ EXAMPLES: list[RouterToEngine | EngineToRouter] = [
     CacheOrder(order_id="o", action="pin", keys=[b"k"], tier="host", ttl_s=2.5, timeout_s=1.0),
     CacheOrder(order_id="o", action="prefetch", keys=[b"k"], kv_terms=KVTerms(1)),
     CacheOrder(order_id="o", action="move", keys=[b"k"], tier="redis", source="host", copy=True),
+    AskReport(2**40),
     CacheAnswer("o", [TierAnswer("store/0-host", 64, 4), TierAnswer("1-redis", code="x", problem="é")], ["pool"]),
     Submit(
         request_id="q",

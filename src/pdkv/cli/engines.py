@@ -48,7 +48,7 @@ def _add(
 
 def run_engines(arguments: argparse.Namespace) -> int:
     """Run `pd engines`: one line per engine."""
-    engines = ask_router(arguments, lambda router: router.engines())
+    engines = ask_router(arguments, lambda router: router.engines(fresh=True))
     rows = [("NAME", "ROLE", "STATE", "PID", "REQUESTS")]
     rows += [(e["name"], e["role"], _state(e), str(e["pid"] or "-"), str(e["requests"])) for e in engines]
     print_table(rows)

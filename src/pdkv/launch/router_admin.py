@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.clock import MONOTONIC
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.run_dir import ADMIN_SOCKET
 from pdkv.limits import clip
@@ -33,13 +33,14 @@ class Refused(ConfigError):
 class RouterAdmin:
     """Every call may be repeated, and is, where a router dies that has not answered it."""
 
-    def __init__(self, run_dir: Path, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, run_dir: Path, *, patience_s: float = PATIENCE_S, clock: Clock = MONOTONIC) -> None:
         self._path = run_dir / ADMIN_SOCKET
         self._patience_s = patience_s
+        self._clock = clock
 
-    async def engines(self) -> list[dict[str, Any]]:
-        """All engines, as in `/topology`."""
-        answer = await self._call("GET", _ENGINES)
+    async def engines(self, *, fresh: bool = False) -> list[dict[str, Any]]:
+        """All engines, as in `/topology`. `fresh`: they are asked how they are now."""
+        answer = await self._call("GET", f"{_ENGINES}?fresh=true" if fresh else _ENGINES)
         return list(answer["engines"])
 
     async def caches(self) -> list[dict[str, Any]]:
@@ -95,15 +96,15 @@ class RouterAdmin:
             StartupError: there was none within a bound, it has a defect, or says what is no answer.
         """
         pause_s = _FIRST_PAUSE_S
-        deadline = MONOTONIC.now() + (wait_s or 0.0)
+        deadline = self._clock.now() + (wait_s or 0.0)
         try:
             async with asyncio.timeout((wait_s or 0.0) + busy_s + self._patience_s):
                 while True:
-                    wait = f"&wait_s={max(deadline - MONOTONIC.now(), 0.0):g}" if wait_s is not None else ""
+                    wait = f"&wait_s={max(deadline - self._clock.now(), 0.0):g}" if wait_s is not None else ""
                     try:
                         return _checked(*await self._ask(method, path + wait, body))
                     except (OSError, EOFError):  # nobody listens, or it died before it had answered
-                        await MONOTONIC.pause(pause_s)
+                        await self._clock.pause(pause_s)
                         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         except TimeoutError:
             raise StartupError(f"the router does not answer at {self._path}") from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdkv.clock import MONOTONIC
+from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import TransferKey, TransferResults, WorkerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.transfer.units import COPY_TIMEOUT_S
@@ -49,6 +49,7 @@ class VllmWorker:
         table: BlockTable | None,
         wake: threading.Event,
         save_wait_s: float,
+        clock: Clock = MONOTONIC,
     ) -> None:
         self.num_late_saves = 0  # steps whose saves were not visible in time
         self._worker = worker
@@ -58,6 +59,7 @@ class VllmWorker:
         self._table = table
         self._wake = wake
         self._save_wait_s = save_wait_s
+        self._clock = clock
         self._copies: StagingCopies | None = None
         self._loads: dict[TransferKey, BlockPairs] = {}
         self._results: list[TransferResults] = []  # collected while a step waited
@@ -115,15 +117,15 @@ class VllmWorker:
 
     def _await(self, keys: set[TransferKey]) -> None:
         """Collect results until these sends have ended."""
-        deadline = MONOTONIC.now() + self._save_wait_s
+        deadline = self._clock.now() + self._save_wait_s
         while keys:
             self._wake.clear()
             results = self._worker.get_finished()
             if results:
                 self._results.append(results)
                 keys -= {*results.finished_sending, *results.failed_sending}
-            remaining = deadline - MONOTONIC.now()
-            if keys and (remaining <= 0 or not (results or self._wake.wait(remaining))):
+            is_over = self._clock.now() >= deadline
+            if keys and (is_over or not (results or self._clock.wait(self._wake, deadline))):
                 self.num_late_saves += 1
                 logger.warning("saved KV is not visible after %g s; the step goes on", self._save_wait_s)
                 return

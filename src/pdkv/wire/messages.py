@@ -366,6 +366,12 @@ class Resync(Message, frozen=True):
     """Ask for the whole cache content again: KVEvents that begin with a `cleared`."""
 
 
+class AskReport(Message, frozen=True):
+    """Ask for a LoadReport of now, of all ranks, behind what was sent before."""
+
+    number: Count  # rises from one to the next; one answer may be for several
+
+
 def names_tier(name: str, tier: str) -> bool:
     """Whether a tier, such as "multi/1-store/0-host", is called so: in full, by its last part or its kind, "host"."""
     last = tier.rpartition("/")[2]
@@ -689,6 +695,7 @@ class LoadReport(Message, frozen=True):
     non_finite_requests: Count = 0
     connectors: Annotated[dict[Id, ConnectorStats], Meta(max_length=MAX_CONNECTOR_PARTS)] = {}  # by name, as NAME/PART
     connector_problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""  # why it cannot be used now
+    answers: Count = 0  # this AskReport of the router, and those before it; 0: none asked
 
 
 class Beat(Message, frozen=True):
@@ -700,7 +707,19 @@ class Beat(Message, frozen=True):
 
 
 RouterToEngine = (
-    Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Trial | Peers | Resync | CacheOrder
+    Hello
+    | Submit
+    | Abort
+    | KVTicket
+    | Continue
+    | KVHandoff
+    | KVReady
+    | Release
+    | Trial
+    | Peers
+    | Resync
+    | CacheOrder
+    | AskReport
 )
 EngineToRouter = (
     Ready
