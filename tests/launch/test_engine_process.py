@@ -11,6 +11,7 @@ import pytest
 from pdkv.launch.engine_process import Notifier, serve
 from pdkv.wire.engine_server import RouterJoined, RouterLeft
 from pdkv.wire.messages import Abort
+from pdkv.wire.step_watch import StepWatch
 
 ABORT = Abort("r", 0)
 
@@ -52,6 +53,7 @@ class Core:
         self.deadline: float | None = None
         self.outgoing: list[tuple[str, list[Any]]] = []
         self.card: Any = None  # nothing here is hashed ahead
+        self.watch = StepWatch()
 
     def router_joined(self, router_id: str, epoch: str) -> None:
         self.calls.append(("joined", router_id, epoch))
