@@ -172,8 +172,8 @@ def complete_all(url: str, prompts: Sequence[str], *, num_at_once: int = 8, **fi
         model = client.models.list().data[0].id
 
         def complete(prompt: str) -> str:
-            answer = client.completions.create(model=model, prompt=prompt, temperature=0, **fields)
-            return answer.choices[0].text
+            text: str = client.completions.create(model=model, prompt=prompt, temperature=0, **fields).choices[0].text
+            return text
 
         return list(pool.map(complete, prompts))
 
