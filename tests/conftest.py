@@ -1,5 +1,7 @@
 """Fixtures that several folders share: small random Hugging Face models."""
 
+import asyncio
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -48,6 +50,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if isinstance(item, pytest.Function) and starts_processes(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in {*left_out}]
+
+
+ASYNC_LIMIT_S = 60.0
+"""A coroutine that waits for longer waits for ever."""
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, on the loop that its module's `event_loop` makes, or on asyncio's."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+
+    async def bounded() -> None:
+        async with asyncio.timeout(ASYNC_LIMIT_S):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+
+    with asyncio.Runner(loop_factory=getattr(pyfuncitem.module, "event_loop", None)) as runner:
+        runner.run(bounded())
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

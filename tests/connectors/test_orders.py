@@ -120,10 +120,10 @@ def test_what_a_peer_gathers_is_what_the_step_has_computed() -> None:
             prefill.meet(decode.card)
             decode.meet(prefill.card)
             with recorded.compute.on():
-                prefill.fill(theirs, 100, 1)
-            prefill.ranks[0].worker.rank.source.after = queued_step(recorded)
+                prefill.fill_seeded(theirs, 100, 1)
+            prefill.workers[0].rank.source.after = queued_step(recorded)
             decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
-            return not decode.outcome("t").code and not decode.wrong_tokens(ours, 0, 100, 1)
+            return not decode.ended("t").code and not decode.wrong_tokens(ours, 0, 100, 1)
 
     check_every_call(gather, but=BESIDE)
 
@@ -142,10 +142,10 @@ def test_what_is_offered_is_what_the_step_has_computed() -> None:
             decode.meet(prefill.card)
             ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
             with recorded.compute.on():
-                prefill.fill(theirs, 100, 1)
+                prefill.fill_seeded(theirs, 100, 1)
             prefill.earlier_steps = queued_step(recorded)
             prefill.push("t", ticket, theirs, 0, 100, last=True)
-            return not decode.outcome("t").code and not decode.wrong_tokens(ours, 0, 100, 1)
+            return not decode.ended("t").code and not decode.wrong_tokens(ours, 0, 100, 1)
 
     check_every_call(push)
 
@@ -162,14 +162,14 @@ def test_what_was_offered_to_us_lies_over_what_the_step_before_wrote() -> None:
             decode = make(NixlEngine, "d", options=options, kv_checksum="off", own_pool=False)
             prefill.meet(decode.card)
             decode.meet(prefill.card)
-            prefill.fill(theirs, 100, 1)
-            kv = decode.ranks[0].kv
+            prefill.fill_seeded(theirs, 100, 1)
+            kv = decode.pools[0]
             with recorded.compute.on():
                 kv.fill_(-2.0)
             decode.earlier_steps = queued_step(recorded)
             ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
             prefill.push("t", ticket, theirs, 0, 100, last=True)
-            if decode.outcome("t").code:
+            if decode.ended("t").code:
                 return False
             with recorded.compute.on():
                 read = kv.clone()
@@ -258,13 +258,13 @@ def test_what_was_gathered_for_us_lies_over_what_the_step_before_wrote() -> None
             decode = make(NixlEngine, "d", options=GATHERED, kv_checksum="off", own_pool=False)
             prefill.meet(decode.card)
             decode.meet(prefill.card)
-            prefill.fill(theirs, 100, 1)
-            kv = decode.ranks[0].kv
+            prefill.fill_seeded(theirs, 100, 1)
+            kv = decode.pools[0]
             with recorded.compute.on():
                 kv.fill_(-2.0)
             decode.earlier_steps = queued_step(recorded)
             decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
-            if decode.outcome("t").code:
+            if decode.ended("t").code:
                 return False
             with recorded.compute.on():
                 read = kv.clone()

@@ -132,15 +132,15 @@ GATHERED = {"path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1
 
 def poison(engine: NixlEngine) -> list[torch.Tensor]:
     """What the ranks' pools hold is gone; returns it."""
-    content = [rank.kv.clone() for rank in engine.ranks]
-    for rank in engine.ranks:
-        rank.kv.fill_(POISON)
+    content = [kv.clone() for kv in engine.pools]
+    for pool in engine.pools:
+        pool.fill_(POISON)
     return content
 
 
 def restore(engine: NixlEngine, content: list[torch.Tensor]) -> None:
-    for rank, kv in zip(engine.ranks, content, strict=True):
-        rank.kv.copy_(kv)
+    for pool, kv in zip(engine.pools, content, strict=True):
+        pool.copy_(kv)
 
 
 @needs_nixl
@@ -151,7 +151,7 @@ def test_blocks_are_offered_when_their_step_is_over(late: LateStep, options: dic
         prefill.meet(decode.card)
         decode.meet(prefill.card)
         theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
-        prefill.fill(theirs, 100, 1)
+        prefill.fill_seeded(theirs, 100, 1)
         content = poison(prefill)
         ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
         prefill.earlier_steps = late
@@ -159,7 +159,7 @@ def test_blocks_are_offered_when_their_step_is_over(late: LateStep, options: dic
         late.wait_asked()
         restore(prefill, content)
         late.end()
-        assert decode.outcome("t").code == ""
+        assert decode.ended("t").code == ""
         assert decode.wrong_tokens(ours, 0, 100, 1) == []
 
 
@@ -171,9 +171,9 @@ def test_leased_blocks_are_gathered_behind_the_steps_that_were_known_to_have_end
         prefill.meet(decode.card)
         decode.meet(prefill.card)
         theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
-        prefill.fill(theirs, 100, 1)
+        prefill.fill_seeded(theirs, 100, 1)
         content = poison(prefill)
-        worker = prefill.ranks[0].worker
+        worker = prefill.workers[0]
         meta = prefill.scheduler.build_connector_meta(SchedulerView(1, [], [], [], [], [], []))
         meta.earlier_steps = late
         worker.start_load_kv(meta)
@@ -181,7 +181,7 @@ def test_leased_blocks_are_gathered_behind_the_steps_that_were_known_to_have_end
         late.wait_asked()
         restore(prefill, content)
         late.end()
-        assert decode.outcome("t").code == ""
+        assert decode.ended("t").code == ""
         assert decode.wrong_tokens(ours, 0, 100, 1) == []
 
 
@@ -195,17 +195,17 @@ def test_a_step_that_does_not_end_holds_up_no_other_peer(late: LateStep) -> None
         first.meet(prefill.card)
         second.meet(prefill.card)
         theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
-        prefill.fill(theirs, 100, 1)
-        source = prefill.ranks[0].worker.rank.source
+        prefill.fill_seeded(theirs, 100, 1)
+        source = prefill.workers[0].rank.source
         source.after = late
         first.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
         late.wait_asked()
         source.after = ON_HOST
         second.load(awaiting(prefill.hand_off("u", theirs, 100)), ours)
-        assert second.outcome("u").code == ""
+        assert second.ended("u").code == ""
         assert second.wrong_tokens(ours, 0, 100, 1) == []
         late.end()
-        assert first.outcome("t").code == ""
+        assert first.ended("t").code == ""
         assert first.wrong_tokens(ours, 0, 100, 1) == []
 
 
@@ -252,7 +252,7 @@ def test_a_load_by_nixl_comes_behind_the_step_that_used_its_blocks_last(late: La
         prefill.meet(decode.card)
         decode.meet(prefill.card)
         theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
-        prefill.fill(theirs, 100, 1)
+        prefill.fill_seeded(theirs, 100, 1)
         decode.earlier_steps = late
         if mode == "pull":
             decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
@@ -262,7 +262,7 @@ def test_a_load_by_nixl_comes_behind_the_step_that_used_its_blocks_last(late: La
         late.wait_asked()
         poison(decode)
         late.end()
-        assert decode.outcome("t").code == ""
+        assert decode.ended("t").code == ""
         assert decode.wrong_tokens(ours, 0, 100, 1) == []
 
 

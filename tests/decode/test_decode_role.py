@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from engines import at_rest, make_core, of_type, output_of, run, submit
-from state_machine.standin import expected_tokens
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import TransferOutcome
@@ -14,6 +12,8 @@ from pdkv.connectors.peer.push_scheduler import PushTicket
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -64,7 +64,6 @@ class Pair:
         self.prefill.handle("r", submit(prompt, request_id=request_id, until="first_token", kv="handoff"), self.now)
         messages = self.run(self.prefill)
         (handed,) = of_type(messages, HandedOff)
-        assert isinstance(handed, HandedOff)
         return handed.handoff, output_of(messages, request_id)
 
     def deliver_all(self) -> None:
@@ -99,7 +98,6 @@ def test_decode_computes_no_prompt_token_and_releases_the_lease(pull: Pair) -> N
     messages = pull.run(pull.decode)
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert (finished.sources.remote, finished.sources.computed) == (10, 0)
     assert of_type(messages, Release) == [Release("t-a", 0)]
     pull.prefill.handle("r", Release("t-a", 0), pull.now)
@@ -117,7 +115,6 @@ def test_only_what_is_missing_behind_the_own_hit_is_loaded(pull: Pair) -> None:
     await_peer(pull, PROMPT, "b", output_token_ids=first, handoff=handoff)
     pull.deliver_all()
     (finished,) = of_type(pull.run(pull.decode), Finished)
-    assert isinstance(finished, Finished)
     assert (finished.sources.local_hit, finished.sources.remote) == (8, 2)
 
 
@@ -141,10 +138,8 @@ def test_a_load_that_fails_is_recomputed_loudly(pull: Pair) -> None:
     pull.deliver_all()
     messages = pull.run(pull.decode)
     (loaded,) = of_type(messages, Loaded)
-    assert isinstance(loaded, Loaded)
     assert (loaded.ok, loaded.code) == (False, "stale_generation")
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert finished.sources.recomputed == 10
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
     assert at_rest(pull.decode)
@@ -158,7 +153,6 @@ def test_under_the_policy_fail_the_request_fails_with_the_transfers_code() -> No
     pair.hand_off(list(range(200, 250)), "other")
     pair.deliver_all()
     (failed,) = of_type(pair.run(pair.decode), Failed)
-    assert isinstance(failed, Failed)
     assert (failed.code, failed.retryable) == ("stale_generation", True)
     assert at_rest(pair.decode)
     MemoryFabric.unbind("decode-fail")
@@ -190,7 +184,6 @@ def test_an_abort_while_the_load_is_under_way_quarantines(pull: Pair) -> None:
 def test_pushed_kv_enters_the_cache_with_the_first_token(push: Pair) -> None:
     """A push may be ahead of the end of prefill's last step, which may yet fail: then nobody finds the KV here."""
     (allocated,) = of_type(await_peer(push, PROMPT), Allocated)
-    assert isinstance(allocated, Allocated)
     push.prefill.handle("r", submit(PROMPT, until="first_token", kv="handoff", ticket=allocated.ticket), push.now)
     first = output_of(push.run(push.prefill), "a")
     push.deliver_all()
@@ -209,7 +202,6 @@ def test_pushed_kv_enters_the_cache_with_the_first_token(push: Pair) -> None:
 def test_push_starts_decoding_when_both_the_kv_and_the_token_are_in(push: Pair) -> None:
     messages = await_peer(push, PROMPT)
     (allocated,) = of_type(messages, Allocated)
-    assert isinstance(allocated, Allocated)
     assert (allocated.start, allocated.stop) == (0, 10)
     assert allocated.ticket is not None
     push.prefill.handle("r", submit(PROMPT, until="first_token", kv="handoff"), push.now)
@@ -289,7 +281,6 @@ def test_a_request_that_waits_for_memory_keeps_its_source(pull: Pair) -> None:
     pull.run(pull.decode)
     pull.deliver_all()
     (finished,) = of_type(pull.run(pull.decode), Finished)
-    assert isinstance(finished, Finished)
     assert (finished.sources.remote, finished.sources.recomputed) == (10, 0)
 
 
@@ -342,7 +333,6 @@ def expect_all_of_it(pair: Pair, messages: list[EngineToRouter], first: list[int
     """The right tokens, none of the prompt computed, and the lease ends."""
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert (finished.sources.remote, finished.sources.computed) == (10, 0)
     assert of_type(messages, Release) == [Release("t-a", 0)]  # by the name that it was granted under
     pair.prefill.handle("r", Release("t-a", 0), pair.now)
@@ -416,5 +406,4 @@ def test_a_hand_off_of_a_later_attempt_is_refused(pull: Pair) -> None:
     handoff, first = pull.hand_off(PROMPT)
     later = msgspec.structs.replace(handoff, attempt=3)
     (failed,) = of_type(await_peer(pull, PROMPT, attempt=2, output_token_ids=first, handoff=later), Failed)
-    assert isinstance(failed, Failed)
     assert (failed.code, failed.param) == ("invalid_request_error", "handoff")

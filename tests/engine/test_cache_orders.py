@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 import pytest
-from engines import make_core, of_type, run, submit
 
 from pdkv.block_keys import extend_keys
 from pdkv.connectors.base import NO_TRANSFERS, SchedulerConnector, TransferOutcome, TransferResults
 from pdkv.engine.cache_orders import SLACK_S
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import root_of
+from pdkv.testing.engine import make_core, of_type, run, submit
 from pdkv.wire.messages import BlockRemoved, CacheAction, CacheAnswer, CacheOrder, KVEvents, KVGroup, TierAnswer
 
 PROMPT = list(range(100, 118))  # four blocks of 4 tokens, and two tokens
@@ -113,7 +113,6 @@ def test_tiers_that_do_not_answer_are_late(core: EngineCore) -> None:
     assert order(core, "lookup", [], now=1.0) == []
     assert core.next_deadline() == 3.0 + SLACK_S
     (answer,) = of_type(run(core, 3.0 + SLACK_S), CacheAnswer)
-    assert isinstance(answer, CacheAnswer)
     assert [(tier.tier, tier.code) for tier in answer.tiers] == [("pool", ""), ("memory", "transfer_timeout")]
     assert core.next_deadline() is None
 

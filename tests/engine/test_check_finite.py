@@ -1,24 +1,22 @@
 """--check-finite: a request for which the model computes NaN or infinity fails alone, and nobody finds its KV."""
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from engines import at_rest, of_type, output_of, run, submit
 from oracle import Oracle
 from poisoned_model import POISON, VALUES, poison
 
-from pdkv.build_engine import build_engine
-from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.finite_check import finite_rows, usable_rows
 from pdkv.engine.sampling.draw import argmax
 from pdkv.errors import InvalidRequest, NonFiniteLogits
 from pdkv.sampling_params import SamplingParams
+from pdkv.testing.engine import InProcessEngine, at_rest, of_type, output_of, run, submit
 from pdkv.wire.messages import BlockStored, EngineToRouter, Failed, Tokens
 
 torch.set_num_threads(1)
@@ -26,7 +24,7 @@ torch.set_num_threads(1)
 NUM_OUTPUT = 6
 CLEAN = [list(range(5, 45)), [9], list(range(100, 117)), [7, 8] * 30]
 
-MakeCore = Callable[..., EngineCore]
+MakeEngine = Callable[..., InProcessEngine]
 
 
 @pytest.fixture(scope="module")
@@ -51,31 +49,23 @@ def nan_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def make_core() -> Iterator[MakeCore]:
-    """Engines with the router "r"."""
-    made: list[EngineCore] = []
+def make_engine() -> Iterator[MakeEngine]:
+    made: list[InProcessEngine] = []
 
-    def make(
-        model: Path, handoff: HandoffConfig | None = None, *, check_finite: bool = True, **fields: object
-    ) -> EngineCore:
-        config = EngineConfig(
-            model=model, device="cpu", kv_cache_memory=4 << 20, threads=1, check_finite=check_finite, **fields,  # type: ignore[arg-type]
-        )  # fmt: skip
-        woken = threading.Event()
-        core = build_engine(config, handoff, name=f"e{len(made)}", epoch=f"{len(made)}.0", notify=woken.set)
-        core.woken = woken  # type: ignore[attr-defined]
-        made.append(core)
-        core.router_joined("r", "1")
-        return core
+    def make(model: Path, connector: str = "", options: dict[str, str] | None = None, **fields: Any) -> InProcessEngine:
+        fields = {"check_finite": True, "kv_cache_memory": 4 << 20, **fields}
+        name = f"e{len(made)}"
+        made.append(InProcessEngine.of_model(model, connector, options, name=name, epoch=f"{name}.0", **fields))
+        return made[-1]
 
     yield make
-    for core in made:
-        core.shutdown()
+    for engine in made:
+        engine.close()
 
 
-def send(core: EngineCore, prompts: dict[str, list[int]]) -> None:
+def send(core: EngineCore, prompts: dict[str, list[int]], now: float = 0.0) -> None:
     for name, prompt in prompts.items():
-        core.handle("r", submit(prompt, request_id=name, max_tokens=NUM_OUTPUT), 0.0)
+        core.handle("r", submit(prompt, request_id=name, max_tokens=NUM_OUTPUT), now)
 
 
 def failed(messages: list[EngineToRouter]) -> set[str]:
@@ -108,17 +98,17 @@ POISONED = {
 
 @pytest.mark.parametrize("chunk", [0, 16], ids=["whole", "chunks"])
 def test_only_requests_with_the_poisoned_token_fail(
-    poisoned_model: Path, chunk: int, expected: list[list[int]], make_core: MakeCore
+    poisoned_model: Path, chunk: int, expected: list[list[int]], make_engine: MakeEngine
 ) -> None:
     """Twice: what the first pass left in the cache and in blocks must not spoil the second one."""
-    core = make_core(poisoned_model, long_prefill_token_threshold=chunk)
+    core = make_engine(poisoned_model, long_prefill_token_threshold=chunk).core
     clean = {f"clean-{i}": prompt for i, prompt in enumerate(CLEAN)}
     for attempt in range(2):
         for name, prompt in {**clean, **POISONED}.items():
             core.handle("r", submit(prompt, request_id=name, attempt=attempt, max_tokens=NUM_OUTPUT), 0.0)
         messages = run(core)
         assert failed(messages) == set(POISONED)
-        assert not [m for m in of_type(messages, Tokens) if m.request_id in POISONED]  # type: ignore[attr-defined]
+        assert not [m for m in of_type(messages, Tokens) if m.request_id in POISONED]
         check_clean(core, messages, expected)
     assert core._make_load().non_finite_requests == 2 * len(POISONED)
     pool, blocks = kv_pool(core), core.scheduler.kv.pool
@@ -127,9 +117,9 @@ def test_only_requests_with_the_poisoned_token_fail(
     assert pool[cached].isfinite().all()
 
 
-def test_a_chunk_in_mid_prompt_fails_at_once(nan_model: Path, make_core: MakeCore) -> None:
+def test_a_chunk_in_mid_prompt_fails_at_once(nan_model: Path, make_engine: MakeEngine) -> None:
     """It has no logits to look at; the chunks behind it are not computed, and it is not in the cache meanwhile."""
-    core = make_core(nan_model, long_prefill_token_threshold=16)
+    core = make_engine(nan_model, long_prefill_token_threshold=16).core
     send(core, {"poisoned": [POISON, *range(200, 300)]})
     core.step(0.0)
     messages = [message for _, sent in core.take_messages(0.0) for message in sent]
@@ -139,9 +129,9 @@ def test_a_chunk_in_mid_prompt_fails_at_once(nan_model: Path, make_core: MakeCor
 
 
 def test_a_token_that_is_drawn_fails_its_request_then(
-    nan_model: Path, expected: list[list[int]], make_core: MakeCore
+    nan_model: Path, expected: list[list[int]], make_engine: MakeEngine
 ) -> None:
-    core = make_core(nan_model)
+    core = make_engine(nan_model).core
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, logit_bias={POISON: 100.0})
     drawn = msgspec.structs.replace(submit([5, 6, 7], request_id="drawn"), params=params)
     core.handle("r", drawn, 0.0)
@@ -154,10 +144,10 @@ def test_a_token_that_is_drawn_fails_its_request_then(
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_kv_that_went_bad_in_the_cache_is_found_once(
-    layer: int, tiny_model_dir: Path, expected: list[list[int]], make_core: MakeCore
+    layer: int, tiny_model_dir: Path, expected: list[list[int]], make_engine: MakeEngine
 ) -> None:
     """One key of one layer, in the second block of a prompt: its first block stays."""
-    core = make_core(tiny_model_dir)
+    core = make_engine(tiny_model_dir).core
     send(core, {"clean-0": CLEAN[0]})
     check_clean(core, run(core), expected[:1])
     blocks = core.scheduler.kv.pool
@@ -176,20 +166,21 @@ def test_kv_that_went_bad_in_the_cache_is_found_once(
     check_clean(core, run(core), expected[:1])
 
 
-def test_nothing_of_it_is_saved(nan_model: Path, tmp_path: Path, make_core: MakeCore) -> None:
+def test_nothing_of_it_is_saved(nan_model: Path, tmp_path: Path, make_engine: MakeEngine) -> None:
     """A store gets what was computed before the poison, at most."""
     options = {"url": f"file://{tmp_path / 'store'}", "tokens_per_value": "16", "min_hit_tokens": "0"}
-    store = HandoffConfig(connector="store", connector_config=options)
+    store = ("store", options)
     before, clean = list(range(200, 232)), list(range(5, 45))
     poisoned = [*before, POISON, *clean]
-    first = make_core(nan_model, store, long_prefill_token_threshold=16)
-    send(first, {"poisoned": poisoned, "clean": clean})
-    assert failed(run_to_rest(first)) == {"poisoned"}
+    first = make_engine(nan_model, *store, long_prefill_token_threshold=16)
+    send(first.core, {"poisoned": poisoned, "clean": clean}, first.clock.now())
+    assert failed(first.rest()) == {"poisoned"}
     found = {}
     for name, prompt in {"before": [*before, 5], "clean": clean, "poisoned": poisoned}.items():
-        core = make_core(nan_model, store)
-        send(core, {name: prompt})
-        messages = run_to_rest(core)
+        engine = make_engine(nan_model, *store)
+        core = engine.core
+        send(core, {name: prompt}, engine.clock.now())
+        messages = engine.rest()
         assert failed(messages) == ({name} if name == "poisoned" else set())
         found[name] = core.counters.store
         cached = [b for b in range(core.card.num_blocks) if core.scheduler.kv.pool.has_content(b)]
@@ -197,21 +188,10 @@ def test_nothing_of_it_is_saved(nan_model: Path, tmp_path: Path, make_core: Make
     assert (found["before"], found["clean"]) == (32, 32)
 
 
-def run_to_rest(core: EngineCore) -> list[EngineToRouter]:
-    """Steps until transfers are over, too."""
-    messages = run(core)
-    while core.requests or not core.external.is_idle:
-        assert core.woken.wait(5.0), "a transfer does not end"  # type: ignore[attr-defined]
-        core.woken.clear()  # type: ignore[attr-defined]
-        core.wake()
-        messages += run(core)
-    return messages
-
-
 def test_without_it_the_engine_answers_and_lives(
-    nan_model: Path, expected: list[list[int]], make_core: MakeCore
+    nan_model: Path, expected: list[list[int]], make_engine: MakeEngine
 ) -> None:
-    core = make_core(nan_model, check_finite=False)
+    core = make_engine(nan_model, check_finite=False).core
     send(core, {**{f"clean-{i}": prompt for i, prompt in enumerate(CLEAN)}, "poisoned": [POISON, 5, 6]})
     messages = run(core)
     assert failed(messages) == set()
@@ -221,10 +201,10 @@ def test_without_it_the_engine_answers_and_lives(
 
 @pytest.mark.parametrize("chunk", [0, 20])
 def test_without_it_a_prefix_is_cached_as_if_nothing_came_behind(
-    poisoned_model: Path, expected: list[list[int]], make_core: MakeCore, chunk: int
+    poisoned_model: Path, expected: list[list[int]], make_engine: MakeEngine, chunk: int
 ) -> None:
     """What overflows at the end of a prompt is not in the blocks before, which clean prompts find."""
-    core = make_core(poisoned_model, check_finite=False, long_prefill_token_threshold=chunk)
+    core = make_engine(poisoned_model, check_finite=False, long_prefill_token_threshold=chunk).core
     for number, prompt in enumerate(CLEAN):
         send(core, {f"poisoned-{number}": [*prompt[:-1], POISON, 5, 6]})
         run(core)
@@ -242,29 +222,27 @@ def test_rows(dtype: torch.dtype) -> None:
     assert argmax(rows[:1]).tolist() == [1]
 
 
-def test_parameters_that_forbid_every_token_are_refused(hf_model: Callable[..., Path], make_core: MakeCore) -> None:
+def test_parameters_that_forbid_every_token_are_refused(hf_model: Callable[..., Path], make_engine: MakeEngine) -> None:
     """A vocabulary of 32: the stop tokens of min_tokens can be all of it."""
-    core = make_core(hf_model("llama", vocab_size=32), check_finite=False)
+    core = make_engine(hf_model("llama", vocab_size=32), check_finite=False).core
     everything = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=2, stop_token_ids=[0, *range(2, 32)])
     core.handle("r", msgspec.structs.replace(submit([5, 6]), params=everything), 0.0)
     assert not core.requests, "it is known before any step"
     (failure,) = of_type(run(core), Failed)
-    assert isinstance(failure, Failed)
     assert failure.code == InvalidRequest.code
     assert "min_tokens" in failure.message
 
 
 def test_parameters_that_leave_no_token_fail_their_request(
-    tiny_model_dir: Path, expected: list[list[int]], make_core: MakeCore
+    tiny_model_dir: Path, expected: list[list[int]], make_engine: MakeEngine
 ) -> None:
     """A repetition penalty so small that logits overflow: seen only when it is applied."""
-    core = make_core(tiny_model_dir, check_finite=False)
+    core = make_engine(tiny_model_dir, check_finite=False).core
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, repetition_penalty=1e-45)
     core.handle("r", msgspec.structs.replace(submit(CLEAN[2], request_id="overflows"), params=params), 0.0)
     send(core, {"clean-0": CLEAN[0]})
     messages = run(core)
     (failure,) = of_type(messages, Failed)
-    assert isinstance(failure, Failed)
     assert (failure.request_id, failure.code, failure.retryable) == ("overflows", InvalidRequest.code, False)
     assert "no token can be chosen" in failure.message
     assert core._make_load().non_finite_requests == 0

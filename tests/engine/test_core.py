@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from engines import EOS, at_rest, make_core, of_type, output_of, run, submit
-from state_machine.standin import expected_tokens
 
 from pdkv.engine.core import EngineCore
 from pdkv.sampling_params import SamplingParams
+from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import (
     PROBE_SALT,
     Abort,
@@ -36,7 +36,6 @@ def test_a_request_runs_to_its_end() -> None:
     messages = run(core)
     assert output_of(messages, "a") == expected_tokens(PROMPT, 5)
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert (finished.reason, finished.sources.computed) == ("length", len(PROMPT))
     assert [m.sources for m in of_type(messages, Tokens)] == [finished.sources, None, None, None, None]  # type: ignore[union-attr]
     assert at_rest(core)
@@ -100,7 +99,6 @@ def test_a_deadline_fails_the_request_and_returns_its_blocks() -> None:
     core.step(6.0)
     messages = [m for _, sent in core.take_messages(6.0) for m in sent]
     (failed,) = of_type(messages, Failed)
-    assert isinstance(failed, Failed)
     assert (failed.code, failed.retryable) == ("timeout", False)
     run(core, 7.0)
     assert at_rest(core)
@@ -123,7 +121,6 @@ def test_what_can_never_work_is_refused_with_its_value(change: dict[str, object]
     core = make_core()
     core.handle("r", msgspec.structs.replace(submit(PROMPT), **change), 0.0)
     (failed,) = of_type(run(core), Failed)
-    assert isinstance(failed, Failed)
     assert failed.code == "invalid_request_error"
     assert names in failed.message
     assert at_rest(core)
@@ -147,7 +144,6 @@ def test_a_submit_whose_output_is_complete_ends_at_once() -> None:
     core.handle("r", submit(PROMPT, max_tokens=2, output_token_ids=[9, 8]), 0.0)
     messages = run(core)
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert finished.reason == "length"
     assert of_type(messages, Tokens) == []
 
@@ -159,7 +155,6 @@ def test_a_stop_token_ends_the_request_and_is_in_the_output() -> None:
     core.handle("r", msgspec.structs.replace(submit(PROMPT), params=params), 0.0)
     messages = run(core)
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert (finished.reason, finished.stop_token_id) == ("stop", stop)
     assert output_of(messages, "a")[-1] == stop
     assert stop != EOS
@@ -181,7 +176,6 @@ def test_resync_sends_the_whole_cache_again_under_the_same_numbers() -> None:
     core.handle("r", Resync(), 0.0)
     messages = [m for _, sent in core.take_messages(1.0) for m in sent]
     (events,) = of_type(messages, KVEvents)
-    assert isinstance(events, KVEvents)
     assert events.number == numbers[-1]
     assert isinstance(events.events[0], CacheCleared)
     assert sum(isinstance(event, BlockStored) for event in events.events) == 2

@@ -1,16 +1,17 @@
 """An engine and its connector's scheduler side: what is told, what is held, and who is woken."""
 
-from engines import at_rest, make_core, of_type, output_of, run, submit
-from state_machine.standin import expected_tokens
+from state_machine.standin_store import STAND_IN_STORE
 
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import Abort, Finished
 
 PROMPT = list(range(100, 122))  # 6 blocks of 4
 
 
 def test_blocks_that_the_connector_had_to_hear_of_wake_who_waits_for_them() -> None:
-    core = make_core(options={"fabric": "external-kept", "mode": "store"}, num_blocks=8)
+    core = make_core(connector=STAND_IN_STORE, options={"fabric": "external-kept", "mode": "store"}, num_blocks=8)
     core.handle("r", submit(PROMPT, request_id="a", max_tokens=1), 0.0)
     core.handle("r", submit([2 * t for t in PROMPT], request_id="b", max_tokens=1), 0.0)
     finished = [m.request_id for m in run(core) if isinstance(m, Finished)]
@@ -48,8 +49,10 @@ def test_a_failed_load_spoils_nothing_that_another_request_saves() -> None:
     """F9, F10: two requests compute the same blocks in one step, one of them behind a load that fails."""
     prompt = list(range(100, 133))  # 8 blocks of 4, and a token
     options = {"fabric": "external-spoilt", "mode": "store", "load": "layerwise"}
-    here = make_core(name="here", options=options, limits=SchedulerLimits(8, 64, 16), num_blocks=32)
-    there = make_core(name="there", options=options, num_blocks=32)
+    here = make_core(
+        name="here", connector=STAND_IN_STORE, options=options, limits=SchedulerLimits(8, 64, 16), num_blocks=32
+    )
+    there = make_core(name="there", connector=STAND_IN_STORE, options=options, num_blocks=32)
     here.handle("r", submit(prompt, request_id="sound", max_tokens=1), 0.0)
     here.step(0.0)  # 4 blocks
     there.handle("r", submit(prompt[:25], max_tokens=1), 0.0)

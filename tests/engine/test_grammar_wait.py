@@ -2,15 +2,15 @@
 
 import msgspec
 import pytest
-from engines import at_rest, make_core, of_type, output_of, run, submit
 from held_grammars import HeldStore
-from state_machine.standin import expected_tokens
 
 from pdkv.config import HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.errors import GrammarGivenUp, InvalidRequest, ServerBusy
 from pdkv.grammar.spec import Grammar
 from pdkv.sampling_params import SamplingParams
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import (
     Abort,
     Continue,
@@ -94,7 +94,6 @@ def test_an_engine_that_enforces_no_grammars_says_so() -> None:
     core = make_core()
     core.handle("r", with_grammar(), 0.0)
     (failed,) = of_type(run(core), Failed)
-    assert isinstance(failed, Failed)
     assert (failed.code, failed.param) == (InvalidRequest.code, "structured_outputs")
 
 

@@ -4,10 +4,10 @@ import threading
 from functools import partial
 
 import pytest
-from engines import make_core, output_of, run, submit
 
 from pdkv.engine.intake import MIN_TOKENS, Arrival, Intake, Prepared, prepare
 from pdkv.errors import InvalidRequest
+from pdkv.testing.engine import make_core, output_of, run, submit
 from pdkv.wire.messages import Abort, Failed, Submit
 
 LONG = submit([5] * MIN_TOKENS, request_id="long")

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 from deployments import write_tokenizer
-from engines import at_rest, make_core, of_type, output_of, run, submit
 from small_models import make_hf_config, make_hf_model
-from state_machine.standin import expected_tokens
 
 from pdkv import LLM, SamplingParams
 from pdkv.config import EngineConfig
@@ -16,6 +14,8 @@ from pdkv.engine.kv_cache import length_that_fits, make_layout, num_blocks_that_
 from pdkv.errors import ConfigError, InvalidRequest, ModelError
 from pdkv.models.config import load_model_config
 from pdkv.models.shard import Shard
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import Failed, Finished
 
 BLOCK_BYTES = 3 * 2 * 2 * 16 * 16 * 4  # of the small models: layers, K and V, heads, tokens, head size, float32
@@ -109,7 +109,6 @@ def test_the_length_ends_where_the_card_says_however_big_the_pool() -> None:
     messages = run(core)
     assert len(output_of(messages, "a")) == 14
     (failed,) = of_type(messages, Failed)
-    assert isinstance(failed, Failed)
     assert "at most 23 leave room" in failed.message
 
 

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 import pytest
-from engines import at_rest, make_core, output_of, run, submit
 from hypothesis import given
 from hypothesis import strategies as st
-from state_machine.standin import expected_tokens
 
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.transfer.planning import first_seen_block
@@ -17,6 +15,8 @@ from pdkv.engine.kv_groups import kept_from, make_groups, num_held_at_end, num_h
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import at_rest, make_core, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import BlockRemoved, BlockStored, KVGroup, KVLayout
 
 SIZE = 4

@@ -1,8 +1,7 @@
 """What a request confirmed enters the cache also where it ends first: a bounded part with each step."""
 
 import pytest
-from engines import at_rest, make_core, output_of, run, submit
-from state_machine.standin import expected_tokens
+from state_machine.standin_store import STAND_IN_STORE
 
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.engine.block_pool import BlockPool
@@ -10,6 +9,8 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import at_rest, make_core, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import BlockStored
 
 SIZE = 4
@@ -156,8 +157,8 @@ def test_kv_that_waits_for_its_first_token_does_not_enter() -> None:
 
 
 def make_engine(name: str, num_blocks: int = 64) -> EngineCore:
-    options = {"fabric": "leaving", "mode": "store"}
-    return make_core(name=name, options=options, num_blocks=num_blocks, limits=SchedulerLimits(8, 4))
+    chosen = {"connector": STAND_IN_STORE, "options": {"fabric": "leaving", "mode": "store"}}
+    return make_core(name=name, num_blocks=num_blocks, limits=SchedulerLimits(8, 4), **chosen)
 
 
 @pytest.mark.parametrize("end", ["finished", "aborted"])

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 import pytest
-from engines import make_core, run, submit
 
 from pdkv.connectors.base import SchedulerConnector
 from pdkv.engine import lower_tiers
 from pdkv.engine.core import EngineCore
 from pdkv.engine.lower_tiers import LowerTiers
 from pdkv.router.routing.tier_index import TierIndex
+from pdkv.testing.engine import make_core, run, submit
 from pdkv.wire.messages import EngineToRouter, Resync, TierEvents
 
 KEYS = [bytes([i]) * 16 for i in range(10)]

@@ -1,20 +1,17 @@
 """Between the end of a load and the first row of its request no step computes nothing: real engines and connectors."""
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import make_core, of_type, run, submit
 
-from pdkv.build_engine import build_engine
-from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.transfer.worker import TransferWorker
-from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput, StepPlan
+from pdkv.testing import VirtualClock
+from pdkv.testing.engine import InProcessEngine, make_core, of_type, run, submit
 from pdkv.wire.messages import (
     Allocated,
     Continue,
@@ -27,65 +24,32 @@ from pdkv.wire.messages import (
     LoadReport,
     Peers,
     Release,
-    RouterToEngine,
     Tokens,
 )
 
 PROMPT = list(range(5, 105))  # six blocks and a part of one
 WAIT_S = 60.0
+AMPLE = {"lookup_timeout_s": "60"}  # no step comes by the time, so that a lookup given up would bring none
 
 
-class Stepped:
-    """An engine whose steps are counted, run by the test as an engine's own loop would run it."""
+class Stepped(InProcessEngine):
+    """An engine whose steps are counted; none of them comes by the time."""
 
-    def __init__(self, name: str, model: Path, connector: str, options: Mapping[str, str], stack: ExitStack) -> None:
-        self.news = threading.Event()
-        self.computed: list[int] = []  # tokens of each step
-        self.core: EngineCore = build_engine(
-            EngineConfig(model=model, device="cpu", kv_cache_memory=4 << 20, threads=1, max_num_seqs=4),
-            HandoffConfig(connector=connector, connector_config=options),
-            name=name,
-            epoch=f"{name}.1",
-            notify=self.news.set,
-        )
-        stack.callback(self.core.shutdown)
-        self.core.router_joined("r", "1")
-        execute = self.core.executor.execute
+    computed: list[int]
+    """Tokens of each step."""
 
-        def counted(plan: StepPlan) -> StepOutput:
-            self.computed.append(plan.num_tokens)
-            return execute(plan)
 
-        self.core.executor.execute = counted  # type: ignore[method-assign]
+def stepped(name: str, model: Path, connector: str, options: Mapping[str, str], stack: ExitStack) -> Stepped:
+    engine = Stepped.of_model(model, connector, options, name=name, clock=VirtualClock(), kv_cache_memory=4 << 20)
+    stack.callback(engine.close)
+    engine.computed, execute = [], engine.core.executor.execute
 
-    def tell(self, *messages: RouterToEngine) -> list[EngineToRouter]:
-        """Messages of one frame, and the steps until nothing is to be done without news."""
-        for message in messages:
-            self.core.handle("r", message, time.monotonic())
-        return self.run()
+    def counted(plan: StepPlan) -> StepOutput:
+        engine.computed.append(plan.num_tokens)
+        return execute(plan)
 
-    def run(self) -> list[EngineToRouter]:
-        """Steps until there is nothing to be done."""
-        sent: list[EngineToRouter] = []
-        while True:
-            if self.news.is_set():
-                self.news.clear()
-                self.core.wake()
-            has_work, now = self.core.has_work, time.monotonic()
-            if has_work:
-                self.core.step(now)
-            for _, messages in self.core.take_messages(now):
-                sent += messages
-            if not has_work:
-                return sent
-
-    def run_until(self, kind: type) -> list[EngineToRouter]:
-        """`run`, and wait for news, until there is a message of this type."""
-        sent = self.run()
-        while not of_type(sent, kind):
-            assert self.news.wait(WAIT_S)
-            sent += self.run()
-        return sent
+    engine.core.executor.execute = counted  # type: ignore[method-assign]
+    return engine
 
 
 class Gate:
@@ -109,15 +73,13 @@ def steps_behind_load(reader: Stepped, gate: Gate) -> list[int]:
     assert not reader.core.has_work  # it waits for the load, and for nothing else
     reader.computed.clear()
     gate.open()
-    while not any(reader.computed):
-        assert reader.news.wait(WAIT_S)
-        reader.run()
+    reader.run_until(lambda: any(reader.computed))
     return reader.computed[: next(i for i, count in enumerate(reader.computed) if count) + 1]
 
 
 def pair(model: Path, connector: str, options: Mapping[str, str], stack: ExitStack) -> tuple[Stepped, Stepped]:
     """Two engines that know each other."""
-    source, reader = (Stepped(name, model, connector, options, stack) for name in ("source", "reader"))
+    source, reader = (stepped(name, model, connector, options, stack) for name in ("source", "reader"))
     source.tell(Peers([reader.core.card]))
     reader.tell(Peers([source.core.card]))
     return source, reader
@@ -126,21 +88,18 @@ def pair(model: Path, connector: str, options: Mapping[str, str], stack: ExitSta
 def ticket_for(reader: Stepped) -> KVTicket:
     """Where the reader wants the prompt's KV pushed."""
     (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
-    assert isinstance(allocated, Allocated)
     assert allocated.ticket is not None
     return KVTicket("a", 0, allocated.ticket)
 
 
 def handed_off(sent: Sequence[EngineToRouter]) -> KVHandoff:
     """What the reader is told of a prompt that lies at its source."""
-    (message,) = of_type(list(sent), HandedOff)
-    assert isinstance(message, HandedOff)
+    (message,) = of_type(sent, HandedOff)
     return message.handoff
 
 
 def first_token(sent: Sequence[EngineToRouter]) -> list[int]:
-    (tokens,) = of_type(list(sent), Tokens)
-    assert isinstance(tokens, Tokens)
+    (tokens,) = of_type(sent, Tokens)
     return tokens.token_ids
 
 
@@ -178,18 +137,13 @@ def test_a_hit_in_a_store_is_continued_in_the_step_that_learns_of_it(
 ) -> None:
     gate = Gate(monkeypatch)
     with ExitStack() as stack:
-        options = {"url": "memory://no-empty-step", "tokens_per_value": "16"}
+        options = {"url": "memory://no-empty-step", "tokens_per_value": "16", **AMPLE}
         source, reader = pair(tiny_model_dir, "store", options, stack)
-        source.tell(submit(PROMPT, max_tokens=1))
-        source.run_until(Finished)  # behind the store's answer
-        while not source.core.external.is_idle:  # it saves
-            assert source.news.wait(WAIT_S)
-            source.run()
+        source.tell_until(Finished, submit(PROMPT, max_tokens=1))  # behind the store's answer
+        rest(source)  # it saves
         gate.close()
         reader.tell(submit(PROMPT))
-        while not reader.core.external.loads:  # the store answers whether it has the prompt
-            assert reader.news.wait(WAIT_S)
-            reader.run()
+        reader.run_until(lambda: bool(reader.core.external.loads))  # the store answers whether it has the prompt
         assert steps_behind_load(reader, gate) == [len(PROMPT) % 16]
 
 
@@ -216,11 +170,7 @@ def test_a_pull_brings_one_empty_step_which_begins_it(tiny_model_dir: Path, monk
 
 def rest(engine: Stepped) -> list[EngineToRouter]:
     """What an engine says until no transfer of its own is under way."""
-    sent = engine.run()
-    while not engine.core.external.is_idle:
-        assert engine.news.wait(WAIT_S)
-        sent += engine.run()
-    return sent
+    return engine.run_until(lambda: engine.core.external.is_idle)
 
 
 def assert_nothing_is_held(engine: Stepped) -> None:
@@ -244,10 +194,8 @@ def test_a_push_ends_and_is_counted_without_a_step(
         gate.open()
         sent = rest(source)
         (ready,) = of_type(sent, KVReady)
-        assert isinstance(ready, KVReady)
         assert ready.ok
         last = of_type(sent, LoadReport)[-1]
-        assert isinstance(last, LoadReport)
         assert last.connectors[connector].saves == 1
         source.tell(Release(asked.transfer_id, 0))
         assert source.computed == [0, len(PROMPT), 0]
@@ -273,11 +221,10 @@ def test_a_release_cancels_a_push_under_way_with_a_step_of_its_own(
 @pytest.mark.parametrize("length", [96, 100])
 def test_a_stored_hand_off_ends_without_a_step_but_for_its_tail(length: int, tiny_model_dir: Path) -> None:
     with ExitStack() as stack:
-        options = {"url": f"memory://no-empty-step-{length}", "tokens_per_value": "16"}
+        options = {"url": f"memory://no-empty-step-{length}", "tokens_per_value": "16", **AMPLE}
         source, _ = pair(tiny_model_dir, "store", options, stack)
         asked = submit(PROMPT[:length], until="first_token", kv="handoff")
-        source.tell(asked)
-        sent = source.run_until(HandedOff) + rest(source)
+        sent = source.tell_until(HandedOff, asked) + rest(source)
         assert len(of_type(sent, KVReady)) == 1
         steps = [0, 0, length, 0]  # for its peers, the store's answer, the prompt; what it saves begins with the last
         assert source.computed == steps
@@ -289,11 +236,8 @@ def test_a_stored_hand_off_ends_without_a_step_but_for_its_tail(length: int, tin
 
 def test_an_idle_engine_says_that_its_store_cannot_be_reached(tiny_model_dir: Path) -> None:
     with ExitStack() as stack:
-        engine = Stepped("alone", tiny_model_dir, "store", {"url": "redis://127.0.0.1:9"}, stack)
-        sent = engine.run()
-        while not any(isinstance(m, LoadReport) and m.connector_problem for m in sent):
-            assert engine.news.wait(WAIT_S)
-            sent += engine.run()
+        engine = stepped("alone", tiny_model_dir, "store", {"url": "redis://127.0.0.1:9"}, stack)
+        engine.run_until(lambda: any(report.connector_problem for report in of_type(engine.sent, LoadReport)))
         assert engine.computed == []
 
 
@@ -301,7 +245,7 @@ def test_a_release_that_overtakes_the_step_behind_a_request_leaves_no_block_held
     """Its reader had all of the KV already: nothing is to be digested, and no step is made to learn that."""
     with ExitStack() as stack:
         source, _ = pair(tiny_model_dir, "shared_memory", {}, stack)
-        now = time.monotonic()
+        now = source.clock.now()
         source.core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), now)
         sent: list[EngineToRouter] = []
         while not of_type(sent, HandedOff):

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 import pytest
-from engines import at_rest, make_core, of_type, output_of, run, submit
-from state_machine.standin import expected_tokens
-from state_machine.standin_store import StandInStoreScheduler, store_of
+from state_machine.standin_store import STAND_IN_STORE, StandInStoreScheduler, store_of
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ASK_AGAIN, MatchedTokens, RequestView
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import Failed, Finished, HandedOff, KVHandoff, KVReady, Loaded, SourceCounts
 
 PROMPT = list(range(100, 133))  # 8 blocks of 4, and a token
@@ -27,7 +27,7 @@ def _fabric() -> Iterator[None]:
 
 def engine(name: str, load: str, **arguments: object) -> EngineCore:
     options = {"fabric": FABRIC, "mode": "store", "load": load}
-    return make_core(name=name, options=options, num_blocks=32, **arguments)  # type: ignore[arg-type]
+    return make_core(name=name, connector=STAND_IN_STORE, options=options, num_blocks=32, **arguments)  # type: ignore[arg-type]
 
 
 def lose(core: EngineCore, index: int) -> None:
@@ -40,7 +40,6 @@ def lose(core: EngineCore, index: int) -> None:
 
 def sources(messages: list) -> SourceCounts:  # type: ignore[type-arg]
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert finished.sources is not None
     return finished.sources
 
@@ -135,7 +134,6 @@ def test_a_hand_off_of_which_a_part_came_does_as_the_policy_says(load: str, poli
     there.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
     messages = run(there)
     (handed_off,) = of_type(messages, HandedOff)
-    assert isinstance(handed_off, HandedOff)
     first_token = output_of(messages, "a")
     handoff: KVHandoff = handed_off.handoff
     config = HandoffConfig(connector="memory", kv_load_failure_policy=policy)  # type: ignore[arg-type]
@@ -148,10 +146,9 @@ def test_a_hand_off_of_which_a_part_came_does_as_the_policy_says(load: str, poli
     here.finish_step(here.executor.execute(plan), 0.0)
     messages = run(here)
     (loaded,) = of_type(messages, Loaded)
-    assert isinstance(loaded, Loaded)
     assert (loaded.ok, loaded.code) == (False, "kv_not_found")
     if policy == "fail":
-        assert [m.code for m in of_type(messages, Failed)] == ["kv_not_found"]  # type: ignore[attr-defined]
+        assert [m.code for m in of_type(messages, Failed)] == ["kv_not_found"]
     else:
         assert first_token + output_of(messages, "a") == expected_tokens(PROMPT, 3)
         assert sources(messages) == SourceCounts(0, 13, 0, 20, 0)

@@ -4,11 +4,12 @@ from collections import deque
 from typing import NamedTuple
 
 import pytest
-from engines import at_rest, make_core, output_of, run, submit
-from state_machine.standin import expected_tokens
+from state_machine.standin_store import STAND_IN_STORE
 
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import at_rest, make_core, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import EngineToRouter, Finished, Tokens
 
 URGENT, NORMAL, IDLE = -9, 0, 9
@@ -114,7 +115,8 @@ class Run(NamedTuple):
 def run_lagging(pressure: Pressure, lag: int) -> Run:
     """Run with `lag` steps begun beyond the one that is finished next; checks tokens and blocks."""
     options = {"mode": pressure.mode, "fabric": f"lag-{pressure}-{lag}"} if pressure.mode else None
-    core = make_core(num_blocks=pressure.num_blocks, options=options)
+    name = STAND_IN_STORE if pressure.mode == "store" else "memory"
+    core = make_core(num_blocks=pressure.num_blocks, connector=name, options=options)
     prompts = {str(i): prompt_of(i, pressure.prompt_tokens + i % 3) for i in range(pressure.num_requests)}
     for name, prompt in prompts.items():
         core.handle("r", submit(prompt, request_id=name, max_tokens=pressure.output_tokens), 0.0)
@@ -162,7 +164,9 @@ def test_late_updates_cost_few_preemptions_and_steps(pressure: Pressure) -> None
 
 def test_blocks_that_come_back_with_this_very_plan_cost_nobody_his_own() -> None:
     """A connector that observes steps holds an ended request's blocks until the next plan has told it of them."""
-    core = make_core(num_blocks=6, options={"mode": "store", "fabric": "kept"}, max_model_len=24)
+    core = make_core(
+        num_blocks=6, connector=STAND_IN_STORE, options={"mode": "store", "fabric": "kept"}, max_model_len=24
+    )
     core.handle("r", submit(prompt_of(0, 8), request_id="short", max_tokens=1), 0.0)
     core.handle("r", submit(prompt_of(1, 8), request_id="a", max_tokens=5), 0.0)
     core.handle("r", submit(prompt_of(2, 8), request_id="b", max_tokens=5), 0.0)

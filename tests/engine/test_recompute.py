@@ -1,57 +1,39 @@
 """What is computed again, behind a death or a preemption, is what it was the first time, to the bit."""
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-from engines import output_of
 
-from pdkv.build_engine import build_engine
-from pdkv.config import DEFAULT_MODEL, EngineConfig
-from pdkv.engine.core import EngineCore
+from pdkv.config import DEFAULT_MODEL
 from pdkv.kernels import host
 from pdkv.kernels.linear import level
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import EngineToRouter, Submit
+from pdkv.testing.engine import InProcessEngine, output_of, submit
 
 NUM_TOKENS = 24
 PROMPTS = [[(7 * i + 11 * j * j) % 500 + 3 for j in range(20 + 13 * i)] for i in range(12)]
 
 
-def run(core: EngineCore, salt: str, outputs: list[list[int]]) -> list[list[int]]:
+def run(engine: InProcessEngine, salt: str, outputs: list[list[int]]) -> list[list[int]]:
     """All streams at once, each behind the output that it has already; returns their whole outputs."""
+    asked = []
     for i, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         params = SamplingParams(temperature=2.0, max_tokens=NUM_TOKENS, seed=i, ignore_eos=True)
         name = f"{salt}-{i}"
-        submit = Submit(
-            request_id=name,
-            transfer_id=name,
-            attempt=0,
-            prompt_token_ids=prompt,
-            output_token_ids=output,
-            params=params,
-            cache_salt=salt,
-        )
-        core.handle("r", submit, time.monotonic())
-    messages: list[EngineToRouter] = []
-    while core.requests:
-        core.step(time.monotonic())
-        messages += [message for _, sent in core.take_messages(time.monotonic()) for message in sent]
+        asked.append(submit(prompt, request_id=name, output_token_ids=output, params=params, cache_salt=salt))
+    messages = engine.tell(*asked)
     return [output + output_of(messages, f"{salt}-{i}") for i, output in enumerate(outputs)]
 
 
-def make_core(dtype: str, tokens_per_step: int = 2048) -> EngineCore:
-    config = EngineConfig(
-        model=DEFAULT_MODEL,
-        device="cpu",
-        dtype=dtype,
-        kv_cache_memory=32 << 20,
-        threads=1,
-        max_num_seqs=16,
-        max_num_batched_tokens=tokens_per_step,  # type: ignore[arg-type]
-    )
-    core = build_engine(config, name="e", epoch="1")
-    core.router_joined("r", "1")
-    return core
+@contextmanager
+def running(dtype: str, tokens_per_step: int = 2048) -> Iterator[InProcessEngine]:
+    fields = {"dtype": dtype, "max_num_batched_tokens": tokens_per_step, "max_num_seqs": 16}
+    engine = InProcessEngine.of_model(DEFAULT_MODEL, kv_cache_memory=32 << 20, **fields)
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -60,11 +42,8 @@ def test_prompts_cut_into_chunks_draw_the_tokens_of_whole_ones(dtype: str) -> No
     """Chunks of 17 tokens, less the decodes beside them: wherever it is cut, a token of a prompt gets the same bits."""
     outputs = []
     for tokens_per_step in (2048, 17):
-        core = make_core(dtype, tokens_per_step)
-        try:
-            outputs.append(run(core, "chunks", [[] for _ in PROMPTS]))
-        finally:
-            core.shutdown()
+        with running(dtype, tokens_per_step) as engine:
+            outputs.append(run(engine, "chunks", [[] for _ in PROMPTS]))
     assert outputs[0] == outputs[1]
 
 
@@ -72,10 +51,7 @@ def test_prompts_cut_into_chunks_draw_the_tokens_of_whole_ones(dtype: str) -> No
 @pytest.mark.skipif(not host.available(), reason="without the compiled kernel, attention depends on who shares a step")
 def test_a_stream_that_goes_on_elsewhere_draws_the_tokens_of_an_undisturbed_one(dtype: str) -> None:
     """In bfloat16 most sampled streams went on with another text when output tokens were computed again in tiles."""
-    core = make_core(dtype)
-    try:
-        whole = run(core, "undisturbed", [[] for _ in PROMPTS])
+    with running(dtype) as engine:
+        whole = run(engine, "undisturbed", [[] for _ in PROMPTS])
         for cut in (1, 9, NUM_TOKENS - 1):
-            assert run(core, f"cut at {cut}", [output[:cut] for output in whole]) == whole
-    finally:
-        core.shutdown()
+            assert run(engine, f"cut at {cut}", [output[:cut] for output in whole]) == whole

@@ -3,12 +3,12 @@
 from collections import deque
 
 import pytest
-from engines import at_rest, make_core, output_of, run, submit
-from state_machine.standin import expected_tokens
 
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import at_rest, make_core, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import Finished, Tokens
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from engines import at_rest, make_core, of_type, output_of, submit
-from state_machine.standin import expected_tokens
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import TransferOutcome, TransferResults
@@ -15,6 +13,8 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.executor import NOTHING_ENDED, Ended
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.step_loop import StepLoop, make_step_loop
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import EngineToRouter, Finished, Peers
 
 PROMPT = list(range(100, 110))

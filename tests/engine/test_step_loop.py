@@ -5,9 +5,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from engines import EOS, at_rest, make_core, of_type, output_of, submit
 from msgspec.structs import replace
-from state_machine.standin import StandInExecutor, expected_tokens
 
 from pdkv.connectors.base import TransferOutcome, TransferResults
 from pdkv.engine.core import EngineCore
@@ -17,6 +15,8 @@ from pdkv.engine.step_loop import Ahead, InTurn, make_step_loop
 from pdkv.engine.step_queue import StepQueue
 from pdkv.errors import PeerGone, RankGone
 from pdkv.sampling_params import SamplingParams
+from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, submit
+from pdkv.testing.standin import StandInExecutor, expected_tokens
 from pdkv.wire.messages import Abort, EngineCard, EngineToRouter, Finished, Peers, Tokens, Trial
 
 PROMPT = list(range(100, 110))

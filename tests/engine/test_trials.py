@@ -2,12 +2,11 @@
 
 from collections import deque
 
-from engines import at_rest, make_core, of_type, output_of, run, submit
-from state_machine.standin import expected_tokens
-
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.trials import ANSWER_TIMEOUT_S
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import Abort, EngineToRouter, Tokens, Trial
 
 PROMPT = list(range(100, 110))

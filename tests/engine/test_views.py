@@ -3,8 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from engines import make_core, run, submit
-from state_machine.standin_store import StandInStoreScheduler
+from state_machine.standin_store import STAND_IN_STORE, StandInStoreScheduler
 
 from pdkv.connectors.base import (
     OBSERVES_NOTHING,
@@ -16,6 +15,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import make_core, run, submit
 from pdkv.wire.messages import KVTerms
 
 PROMPT = list(range(100, 122))  # 6 blocks of 4
@@ -38,7 +38,9 @@ def observed(
     monkeypatch.setattr(StandInStoreScheduler, "observes", observes)
     monkeypatch.setattr(StandInStoreScheduler, "build_connector_meta", seen)
     options = {"fabric": f"views-{observes}", "mode": "store", **options}
-    return make_core(options=options, num_blocks=64, limits=SchedulerLimits(max_num_seqs, 256)), views
+    return make_core(
+        connector=STAND_IN_STORE, options=options, num_blocks=64, limits=SchedulerLimits(max_num_seqs, 256)
+    ), views
 
 
 @pytest.mark.parametrize(

@@ -131,38 +131,32 @@ def test_nonsense_is_a_startup_error() -> None:
         read_acks(write)
 
 
-def test_silence_has_a_bound(fake_child: FakeChild) -> None:
-    async def main() -> None:
-        ack_socket = AckSocket()
-        child = fake_child("decode-1", ack_socket.child_fd, "stubborn")
-        try:
-            # The stand-in acknowledges on a socket of its own; on this one nobody ever does.
-            silent = AckSocket()
-            with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
-                await silent.wait_ready("decode-1", 0.05, str)
-            silent.close()
-        finally:
-            child.send_signal(signal.SIGKILL)
-            await child.wait()
-            ack_socket.close()
-
-    run(main)
+async def test_silence_has_a_bound(fake_child: FakeChild) -> None:
+    ack_socket = AckSocket()
+    child = fake_child("decode-1", ack_socket.child_fd, "stubborn")
+    try:
+        # The stand-in acknowledges on a socket of its own; on this one nobody ever does.
+        silent = AckSocket()
+        with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
+            await silent.wait_ready("decode-1", 0.05, str)
+        silent.close()
+    finally:
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
+        ack_socket.close()
 
 
-def test_a_child_that_is_stopped_before_it_is_ready_is_late(fake_child: FakeChild) -> None:
-    async def main() -> None:
-        ack_socket = AckSocket()
-        child = fake_child("decode-1", ack_socket.child_fd, "stop")
-        ack_socket.handed_over()
-        try:
-            with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
-                await ack_socket.wait_ready("decode-1", 0.05, str)
-        finally:
-            child.send_signal(signal.SIGKILL)
-            await child.wait()
-            ack_socket.close()
-
-    run(main)
+async def test_a_child_that_is_stopped_before_it_is_ready_is_late(fake_child: FakeChild) -> None:
+    ack_socket = AckSocket()
+    child = fake_child("decode-1", ack_socket.child_fd, "stop")
+    ack_socket.handed_over()
+    try:
+        with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
+            await ack_socket.wait_ready("decode-1", 0.05, str)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
+        ack_socket.close()
 
 
 def test_a_child_goes_on_when_it_is_known_and_ends_when_its_start_was_given_up() -> None:
@@ -192,21 +186,17 @@ def subreaper() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("subreaper")
-def test_an_engine_that_nobody_knows_of_ends(lifeline: int) -> None:
+async def test_an_engine_that_nobody_knows_of_ends(lifeline: int) -> None:
     """F24: its fork server died owing the answer; another process serves under its name by then."""
-
-    async def main() -> None:
-        server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
-        ack_socket = AckSocket()
-        try:
-            child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
-            ack_socket.close()
-            assert await child.wait() == 1
-        finally:
-            server.close()
-            await server.child.wait()
-
-    run(main)
+    server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
+    ack_socket = AckSocket()
+    try:
+        child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
+        ack_socket.close()
+        assert await child.wait() == 1
+    finally:
+        server.close()
+        await server.child.wait()
 
 
 @pytest.mark.usefixtures("subreaper")
@@ -256,23 +246,19 @@ _ENGINE = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {_CLI
 
 
 @pytest.mark.usefixtures("subreaper")
-def test_what_an_engine_had_started_is_reaped_when_both_have_ended() -> None:
+async def test_what_an_engine_had_started_is_reaped_when_both_have_ended() -> None:
     """As Mooncake's client, a process of its own, which outlives its engine for a moment. Found by a soak."""
-
-    async def main() -> None:
-        with subprocess.Popen([sys.executable, "-c", _ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
-            assert popen.stdin is not None
-            assert popen.stdout is not None
-            engine = children._engine_child("decode-0", popen.pid, popen)
-            await asyncio.to_thread(popen.stdout.readline)
-            (client,) = psutil.Process(popen.pid).children()
-            engine.send_signal(signal.SIGKILL)
-            await engine.wait()
-            assert client.is_running()
-            popen.stdin.close()
-            await until(lambda: not psutil.pid_exists(client.pid))
-
-    run(main)
+    with subprocess.Popen([sys.executable, "-c", _ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        engine = children._engine_child("decode-0", popen.pid, popen)
+        await asyncio.to_thread(popen.stdout.readline)
+        (client,) = psutil.Process(popen.pid).children()
+        engine.send_signal(signal.SIGKILL)
+        await engine.wait()
+        assert client.is_running()
+        popen.stdin.close()
+        await until(lambda: not psutil.pid_exists(client.pid))
 
 
 async def until(check: Callable[[], bool]) -> None:
@@ -281,33 +267,26 @@ async def until(check: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("subreaper")
-def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_soon(
+async def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_soon(
     lifeline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finding 15: a restart took as long as the imports may take; another way to start the engine is there."""
-
-    async def main() -> None:
-        server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
-        ack_socket = AckSocket()
-        child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
-        ack_socket.close()
-        await child.wait()
-        server.child.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(children, "FORK_S", 0.05)
-        with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
-            await server.fork_engine(SPEC, lifeline, timeout_s=3600)
-        assert await server.child.wait() == -signal.SIGKILL
-
-    run(main)
+    server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
+    ack_socket = AckSocket()
+    child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
+    ack_socket.close()
+    await child.wait()
+    server.child.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(children, "FORK_S", 0.05)
+    with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
+        await server.fork_engine(SPEC, lifeline, timeout_s=3600)
+    assert await server.child.wait() == -signal.SIGKILL
 
 
-def test_a_fork_server_that_is_stopped_is_killed_at_the_deadline(lifeline: int) -> None:
-    async def main() -> None:
-        server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
-        server.child.send_signal(signal.SIGSTOP)
-        with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
-            await server.fork_engine(SPEC, lifeline, timeout_s=0.05)
-        assert not server.usable
-        assert await server.child.wait() == -signal.SIGKILL
-
-    run(main)
+async def test_a_fork_server_that_is_stopped_is_killed_at_the_deadline(lifeline: int) -> None:
+    server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
+    server.child.send_signal(signal.SIGSTOP)
+    with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
+        await server.fork_engine(SPEC, lifeline, timeout_s=0.05)
+    assert not server.usable
+    assert await server.child.wait() == -signal.SIGKILL

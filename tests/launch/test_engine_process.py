@@ -72,6 +72,9 @@ class Core:
     def next_deadline(self) -> float | None:
         return self.deadline
 
+    def begin_report(self) -> bool:
+        return False
+
     def begin_step(self, now: float) -> None:
         self.calls.append("step")
         self.has_work = False

@@ -115,63 +115,51 @@ def make_fleet(run_dir: RunDirectory, router: Router, launch: LaunchConfig) -> F
     return control
 
 
-def test_a_refused_removal_does_not_leave_the_others_to_themselves(run_dir: RunDirectory) -> None:
-    async def main() -> None:
-        router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode", "decode-2": "decode"})
-        router.refused, router.go = {"drain decode-2"}, asyncio.Event()
-        control = make_fleet(run_dir, router, LaunchConfig(decode=3))
-        order = asyncio.create_task(control.scale({"decode": 1}, 1.0, lambda _: None))
-        while "drain decode-1" not in router.calls:
-            await asyncio.sleep(0)
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert not order.done(), "decode-1 is being removed"
-        router.go.set()
-        with pytest.raises(Refused, match="drain decode-2: no"):
-            await order
-        assert router.calls[-1] == "end decode-1"
-
-    asyncio.run(main())
+async def test_a_refused_removal_does_not_leave_the_others_to_themselves(run_dir: RunDirectory) -> None:
+    router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode", "decode-2": "decode"})
+    router.refused, router.go = {"drain decode-2"}, asyncio.Event()
+    control = make_fleet(run_dir, router, LaunchConfig(decode=3))
+    order = asyncio.create_task(control.scale({"decode": 1}, 1.0, lambda _: None))
+    while "drain decode-1" not in router.calls:
+        await asyncio.sleep(0)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not order.done(), "decode-1 is being removed"
+    router.go.set()
+    with pytest.raises(Refused, match="drain decode-2: no"):
+        await order
+    assert router.calls[-1] == "end decode-1"
 
 
-def test_who_would_be_the_last_of_a_role_is_known_before_anybody_is_drained(run_dir: RunDirectory) -> None:
-    async def main() -> None:
-        router = Router({"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"})
-        router.all["decode-0"]["serves"] = False  # it is starting, a suspect or drained
-        control = make_fleet(run_dir, router, LaunchConfig(prefill=2, decode=2))
-        with pytest.raises(ConfigError, match="without prefill-1, decode-1 there would be no engine that can decode"):
-            await control.scale({"prefill": 1, "decode": 1}, 1.0, lambda _: None)
-        assert router.calls == ["engines"]
-
-    asyncio.run(main())
+async def test_who_would_be_the_last_of_a_role_is_known_before_anybody_is_drained(run_dir: RunDirectory) -> None:
+    router = Router({"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"})
+    router.all["decode-0"]["serves"] = False  # it is starting, a suspect or drained
+    control = make_fleet(run_dir, router, LaunchConfig(prefill=2, decode=2))
+    with pytest.raises(ConfigError, match="without prefill-1, decode-1 there would be no engine that can decode"):
+        await control.scale({"prefill": 1, "decode": 1}, 1.0, lambda _: None)
+    assert router.calls == ["engines"]
 
 
-def test_a_stand_in_gets_its_role_back_though_the_router_refuses_to_resume(run_dir: RunDirectory) -> None:
-    async def main() -> None:
-        router = Router({"prefill-0": "prefill", "decode-0": "decode"})
-        router.refused = {"drain prefill-0", "resume prefill-0"}
-        control = make_fleet(run_dir, router, LaunchConfig())
-        with pytest.raises(Refused, match="resume prefill-0: no"):
-            await control.restart(1.0, lambda _: None)
-        orders = [call for call in router.calls if call != "engines"]
-        assert orders == ["role decode-0", "drain prefill-0", "resume prefill-0", "role decode-0"]
-
-    asyncio.run(main())
+async def test_a_stand_in_gets_its_role_back_though_the_router_refuses_to_resume(run_dir: RunDirectory) -> None:
+    router = Router({"prefill-0": "prefill", "decode-0": "decode"})
+    router.refused = {"drain prefill-0", "resume prefill-0"}
+    control = make_fleet(run_dir, router, LaunchConfig())
+    with pytest.raises(Refused, match="resume prefill-0: no"):
+        await control.restart(1.0, lambda _: None)
+    orders = [call for call in router.calls if call != "engines"]
+    assert orders == ["role decode-0", "drain prefill-0", "resume prefill-0", "role decode-0"]
 
 
-def test_a_suspect_is_no_stand_in_and_whom_only_suspects_stand_beside_has_one(run_dir: RunDirectory) -> None:
-    async def main() -> None:
-        router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode", "prefill-1": "prefill"})
-        router.all["decode-0"] |= {"serves": False, "suspect": True}
-        router.all["prefill-1"] |= {"serves": False, "suspect": True}
-        router.all["decode-1"]["running"] = 9  # the idlest of those that serve all the same
-        router.refused = {"drain prefill-0"}
-        control = make_fleet(run_dir, router, LaunchConfig(prefill=2, decode=2))
-        with pytest.raises(Refused, match="drain prefill-0: no"):
-            await control.restart(1.0, lambda _: None)
-        assert [call for call in router.calls if call.startswith("role")] == ["role decode-1", "role decode-1"]
-
-    asyncio.run(main())
+async def test_a_suspect_is_no_stand_in_and_whom_only_suspects_stand_beside_has_one(run_dir: RunDirectory) -> None:
+    router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode", "prefill-1": "prefill"})
+    router.all["decode-0"] |= {"serves": False, "suspect": True}
+    router.all["prefill-1"] |= {"serves": False, "suspect": True}
+    router.all["decode-1"]["running"] = 9  # the idlest of those that serve all the same
+    router.refused = {"drain prefill-0"}
+    control = make_fleet(run_dir, router, LaunchConfig(prefill=2, decode=2))
+    with pytest.raises(Refused, match="drain prefill-0: no"):
+        await control.restart(1.0, lambda _: None)
+    assert [call for call in router.calls if call.startswith("role")] == ["role decode-1", "role decode-1"]
 
 
 def test_an_engine_that_dies_before_the_router_has_seen_it_is_not_waited_for(run_dir: RunDirectory) -> None:
@@ -195,23 +183,17 @@ def test_an_engine_that_dies_before_the_router_has_seen_it_is_not_waited_for(run
     asyncio.run(main())
 
 
-def test_an_engine_ends_though_the_router_cannot_be_told(run_dir: RunDirectory) -> None:
-    async def main() -> None:
-        router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"})
-        router.refused = {"DELETE decode-1"}
-        control = make_fleet(run_dir, router, LaunchConfig(decode=2))
-        with pytest.raises(Refused, match="DELETE decode-1: no"):
-            await control.scale({"decode": 1}, 1.0, lambda _: None)
-        assert router.calls[-1] == "end decode-1"
-
-    asyncio.run(main())
-
-
-def test_a_scale_asks_once_for_the_engines_before_and_once_for_those_after(run_dir: RunDirectory) -> None:
-    async def main() -> None:
-        router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"})
-        control = make_fleet(run_dir, router, LaunchConfig(decode=2))
+async def test_an_engine_ends_though_the_router_cannot_be_told(run_dir: RunDirectory) -> None:
+    router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"})
+    router.refused = {"DELETE decode-1"}
+    control = make_fleet(run_dir, router, LaunchConfig(decode=2))
+    with pytest.raises(Refused, match="DELETE decode-1: no"):
         await control.scale({"decode": 1}, 1.0, lambda _: None)
-        assert router.calls == ["engines", "drain decode-1", "DELETE decode-1", "end decode-1", "engines"]
+    assert router.calls[-1] == "end decode-1"
 
-    asyncio.run(main())
+
+async def test_a_scale_asks_once_for_the_engines_before_and_once_for_those_after(run_dir: RunDirectory) -> None:
+    router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"})
+    control = make_fleet(run_dir, router, LaunchConfig(decode=2))
+    await control.scale({"decode": 1}, 1.0, lambda _: None)
+    assert router.calls == ["engines", "drain decode-1", "DELETE decode-1", "end decode-1", "engines"]

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engines import of_type, output_of, submit
 from numpy.typing import NDArray
 from random_proposer import RandomProposer
 from rank_connector import RankConnector, RankWorker
@@ -34,6 +33,7 @@ from pdkv.grammar.prepare import with_grammar
 from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
+from pdkv.testing.engine import of_type, output_of, submit
 from pdkv.wire.messages import Abort, AskReport, EngineToRouter, Failed, Finished, LoadReport, Peers, Tokens
 from tests.conftest import HFModel
 
@@ -189,7 +189,6 @@ def test_every_rank_looks_for_what_is_not_finite(hf_model: HFModel, make_engine:
     engine.worker(rank).kv_pool[block, -1, 1, 0, 0, 0] = float("nan")
     messages = run(core, name="b")
     (failure,) = of_type(messages, Failed)
-    assert isinstance(failure, Failed)
     assert (failure.request_id, failure.code) == ("b1", NonFiniteLogits.code)
     assert not blocks.has_content(block)
     for i in (0, 2, 3):
@@ -361,7 +360,6 @@ def test_ranks_are_asked_between_two_steps_what_has_ended(tiny_model_dir: Path, 
         assert not ended.transfers  # they are settled
         sent = [m for _, messages in core.take_messages(2.0 - rank) for m in messages]
         load = of_type(sent, LoadReport)[-1]
-        assert isinstance(load, LoadReport)
         seen.append(load.connectors[core.card.connector].saves)
         assert not core.has_work
     assert seen == [1, 2]

@@ -1,82 +1,29 @@
 """Models of the same configuration and other weights over one KV store: each answers as itself, and hits its own KV."""
 
-import math
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from engines import at_rest, submit
 from oracle import Expected, oracle
 from other_weights import CHANGES, Change, copy_with
 
-from pdkv.build_engine import build_engine
-from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.engine.core import EngineCore
-from pdkv.wire.messages import Finished, SourceCounts, Tokens
+from pdkv.testing.engine import InProcessEngine, of_type, output_of, submit
+from pdkv.wire.messages import Finished
 
-BOUND_S = 60.0
 NUM_PROMPTS, PROMPT_LEN, OUTPUT_LEN = 4, 80, 8
 
 
-class Answer(NamedTuple):
-    """One request's output, and where its prompt came from."""
-
-    token_ids: list[int]
-    sources: SourceCounts
-
-
-class Engine:
-    """An aggregated engine in this process, over a store of files."""
-
-    def __init__(self, model: Path, store: Path, epoch: str) -> None:
-        self._woken = threading.Event()
-        config = EngineConfig(model=model, device="cpu", kv_cache_memory=8 << 20, threads=1, max_num_seqs=8)
-        options = {"url": f"file://{store}", "lookup_timeout_s": str(BOUND_S)}
-        handoff = HandoffConfig(connector="store", connector_config=options)
-        self.core: EngineCore = build_engine(config, handoff, name="e", epoch=epoch, notify=self._woken.set)
-        self.core.router_joined("r", "1")
-
-    def ask(self, prompt: list[int], request_id: str) -> Answer:
-        """Greedy; returns when it is answered and everything is saved."""
-        self.core.handle("r", submit(prompt, request_id=request_id, max_tokens=OUTPUT_LEN), time.monotonic())
-        token_ids: list[int] = []
-        finished: Finished | None = None
-        bound = time.monotonic() + BOUND_S
-        while finished is None or not at_rest(self.core):
-            for message in self._step(bound):
-                if isinstance(message, Tokens):
-                    token_ids += message.token_ids
-                elif isinstance(message, Finished):
-                    finished = message
-        return Answer(token_ids, finished.sources)
-
-    def _step(self, bound: float) -> list[object]:
-        now = time.monotonic()
-        assert now < bound, "no answer, or it is not saved"
-        due = self.core.next_deadline()
-        due = math.inf if due is None else due
-        if self._woken.is_set():
-            self._woken.clear()
-            self.core.wake()  # which may be all that was waited for
-        elif self.core.has_work or due <= now:
-            self.core.step(now)
-        else:
-            self._woken.wait(min(due, bound) - now)
-        return [message for _, messages in self.core.take_messages(time.monotonic()) for message in messages]
-
-
 @contextmanager
-def engine(model: Path, store: Path, epoch: str) -> Iterator[Engine]:
-    running = Engine(model, store, epoch)
+def engine(model: Path, store: Path, epoch: str) -> Iterator[InProcessEngine]:
+    """An aggregated engine over a store of files."""
+    options = {"url": f"file://{store}", "lookup_timeout_s": "60"}
+    running = InProcessEngine.of_model(model, "store", options, epoch=epoch, kv_cache_memory=8 << 20)
     try:
         yield running
     finally:
-        running.core.shutdown()
+        running.close()
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +53,11 @@ def test_another_models_kv_is_never_taken(model: Path, tmp_path: Path, change: C
     hits = []
     for turn, (path, expected) in enumerate([(model, workload), (other, expected_of_other), (model, workload)]):
         with engine(path, store, f"epoch-{turn}") as running:
-            answers = [running.ask(e.prompt, f"{turn}-{i}") for i, e in enumerate(expected)]
-        assert [answer.token_ids for answer in answers] == [e.output for e in expected]
-        hits.append([answer.sources.store for answer in answers])
+            answers = [
+                running.ask(submit(e.prompt, request_id=f"{i}", max_tokens=OUTPUT_LEN)) for i, e in enumerate(expected)
+            ]
+        assert [output_of(answer, str(i)) for i, answer in enumerate(answers)] == [e.output for e in expected]
+        hits.append([of_type(answer, Finished)[0].sources.store for answer in answers])
     assert hits[0] == [0] * NUM_PROMPTS
     assert hits[1] == [0] * len(expected_of_other)
     assert all(hit > 0 for hit in hits[2]), "the first engine's KV is found by its own model"

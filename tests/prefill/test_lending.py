@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from engines import at_rest, make_core, of_type, output_of, run, submit
-from state_machine.standin import expected_tokens
 from state_machine.standin_store import STAND_IN_STORE, store_of
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.multi.wire import decode_handoff
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import (
     Allocated,
@@ -105,7 +105,6 @@ class Turns:
     def lend(self, prompt: list[int] = SECOND) -> KVHandoff:
         """What it hands off of the second turn."""
         (handed,) = of_type(self.ask(prompt), HandedOff)
-        assert isinstance(handed, HandedOff)
         return handed.handoff
 
     def borrow(self, handoff: KVHandoff, prompt: list[int] = SECOND, **fields: object) -> list[EngineToRouter]:
@@ -136,7 +135,6 @@ class Turns:
         """The right first token, counted by source; nothing is left when both leases are over."""
         assert output_of(said, "a") == expected_tokens(SECOND, 1)
         (handed,) = of_type(said, HandedOff)
-        assert isinstance(handed, HandedOff)
         assert handed.sources == sources
         self.lender.handle("r", Release(lent_id("t-a"), 0), self.now)
         self.borrower.handle("r", Release("t-a", 0), self.now)
@@ -167,7 +165,6 @@ def test_the_next_turn_computes_what_is_new_and_reads_the_rest(make_turns: Calla
     assert turns.lender.scheduler.kv.pool.counts().leased == NUM_LENT // 4
     said = turns.borrow(handoff) + turns.finish()
     (loaded,) = of_type(said, Loaded)
-    assert isinstance(loaded, Loaded)
     assert loaded.ok
     turns.check_second(said, SourceCounts(computed=len(SECOND) - NUM_LENT, store=NUM_LENT))
 
@@ -209,7 +206,6 @@ def test_a_loan_whose_load_fails_leaves_what_a_store_has(make_turns: Callable[..
     evict(turns)
     said = turns.borrow(handoff) + turns.finish()
     (loaded,) = of_type(said, Loaded)
-    assert isinstance(loaded, Loaded)
     assert not loaded.ok
     turns.check_second(said, SourceCounts(store=num_stored, recomputed=len(SECOND) - num_stored))
 
@@ -276,7 +272,6 @@ def test_what_was_evicted_meanwhile_is_a_counted_miss(make_turns: Callable[..., 
     evict(turns)
     said = turns.borrow(handoff) + turns.finish()
     (loaded,) = of_type(said, Loaded)
-    assert isinstance(loaded, Loaded)
     assert (loaded.ok, loaded.code) == (False, code)
     assert turns.borrower.decode.counts().num_failures + turns.borrower.decode.counts().num_partial == 1
     turns.check_second(said, SourceCounts(recomputed=len(SECOND)))
@@ -292,7 +287,6 @@ def test_a_load_that_takes_longer_than_the_router_allows_is_computed(
     turns.borrower.expire(turns.now)
     said = turns.finish()
     (loaded,) = of_type(said, Loaded)
-    assert isinstance(loaded, Loaded)
     assert (loaded.ok, loaded.code) == (False, "transfer_timeout")
     turns.check_second(said, SourceCounts(recomputed=len(SECOND)))
 
@@ -307,7 +301,6 @@ def test_a_loan_that_is_given_up_leaves_what_its_borrower_hands_over_alone(make_
     run(turns.borrower, turns.now)
     reader.handle("r", submit(SECOND, kv="await_peer"), turns.now)
     (wanted,) = of_type(run(reader, turns.now), Allocated)
-    assert isinstance(wanted, Allocated)
     assert wanted.ticket is not None
     said = turns.borrow(turns.lend(), load_timeout_s=0.5)
     turns.borrower.handle("r", KVTicket("a", 0, wanted.ticket), turns.now)
@@ -317,7 +310,6 @@ def test_a_loan_that_is_given_up_leaves_what_its_borrower_hands_over_alone(make_
     turns.borrower.expire(turns.now)
     said += turns.finish()
     (loaded,) = of_type(said, Loaded)
-    assert isinstance(loaded, Loaded)
     assert loaded.code == "transfer_timeout"
     assert [m.ok for m in of_type(said, KVReady) if isinstance(m, KVReady)] == [True]
     hit = len(FIRST) // 4 * 4
@@ -346,14 +338,12 @@ def test_a_loan_ends_by_itself_sooner_than_other_leases(make_turns: Callable[...
 def test_a_borrower_hears_that_the_lease_ended_before_all_was_sent(make_turns: Callable[..., Turns], mode: str) -> None:
     turns = make_turns(mode)
     (handed,) = of_type(turns.ask(timeout_s=3.0), HandedOff)
-    assert isinstance(handed, HandedOff)
     said = turns.borrow(handed.handoff)
     turns.run_lender()  # sends, and nothing arrives
     turns.now += 3.0
     turns.lender.step(turns.now)
     said += turns.finish()
     (loaded,) = of_type(said, Loaded)
-    assert isinstance(loaded, Loaded)
     assert (loaded.ok, loaded.code) == (False, "transfer_timeout")
     turns.check_second(said, SourceCounts(recomputed=len(SECOND)))
 
@@ -376,7 +366,6 @@ def test_what_cannot_be_lent_is_said_at_once(
         turns.lender.handle("r", submit([7, 8], request_id="b", until="first_token", kv="handoff"), turns.now)
         turns.run_lender()
     (failed,) = of_type(turns.ask(prompt), Failed)
-    assert isinstance(failed, Failed)
     assert failed.code == "kv_not_found"
     assert reason in failed.message
 
@@ -397,7 +386,6 @@ def test_a_hand_off_must_be_one_that_was_lent_to_this_request(make_turns: Callab
     turns = make_turns("pull")
     foreign = msgspec.structs.replace(turns.lend(), transfer_id=lent_id("t-b"))
     (failed,) = of_type(turns.borrow(foreign), Failed)
-    assert isinstance(failed, Failed)
     assert failed.param == "handoff"
 
 
@@ -414,5 +402,4 @@ def test_of_layers_with_a_window_what_the_next_token_sees_is_lent(
     said = turns.borrow(turns.lend(second), second) + turns.finish()
     assert output_of(said, "a") == expected_tokens(second, 1, windows)
     (handed,) = of_type(said, HandedOff)
-    assert isinstance(handed, HandedOff)
     assert handed.sources == SourceCounts(computed=len(second) - NUM_LENT, store=NUM_LENT)

@@ -1,8 +1,7 @@
 """Leases: granted with the hand-off, ended once, capped, and never for ever (F3, F13 of the lease side)."""
 
 import msgspec
-from engines import at_rest, make_core, of_type, run, submit
-from state_machine.standin_store import store_of
+from state_machine.standin_store import STAND_IN_STORE, store_of
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
@@ -13,6 +12,7 @@ from pdkv.engine.executor import Ended
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.errors import PeerGone
 from pdkv.prefill.role import PrefillRole
+from pdkv.testing.engine import at_rest, make_core, of_type, run, submit
 from pdkv.wire.messages import Finished, HandedOff, KVReady, KVTicket, Release, Submit, Tokens
 
 PROMPT = list(range(100, 110))
@@ -38,7 +38,6 @@ def test_the_first_token_and_the_hand_off_leave_together_and_the_blocks_are_leas
     core.handle("r", hand_off(PROMPT), 0.0)
     messages = run(core)
     (handed,) = of_type(messages, HandedOff)
-    assert isinstance(handed, HandedOff)
     assert len(of_type(messages, Tokens)) == 1
     assert (handed.handoff.num_tokens, handed.handoff.engine, handed.handoff.transfer_id) == (10, "e0", "t-a")
     blocks = unpack_blocks(handed.handoff.payload)
@@ -163,7 +162,7 @@ def test_a_big_prompt_that_the_cap_holds_back_is_not_passed_by_small_ones_for_ev
 
 def test_a_store_drops_the_tail_with_the_release_and_not_before() -> None:
     store = store_of(MemoryFabric.named("lease-10"))
-    core = make_core(options={"fabric": "lease-10", "mode": "store"})
+    core = make_core(connector=STAND_IN_STORE, options={"fabric": "lease-10", "mode": "store"})
     core.handle("r", hand_off(PROMPT), 0.0)
     assert KVReady("a", 0, ok=True, ticket=0) in run(core)
     assert ("t-a", 0) in store

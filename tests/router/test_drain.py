@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from dispatch_rig import InProcessBackend, System, check_right, collect, run
+from dispatch_rig import InProcessBackend, System, check_right, collect, live, run
 from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.errors import InvalidRequest
@@ -29,8 +29,8 @@ async def turns(count: int = 20) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
-def test_a_drained_engine_gets_nothing_new_while_what_it_has_goes_on(name: str) -> None:
-    async def body(system: System) -> None:
+async def test_a_drained_engine_gets_nothing_new_while_what_it_has_goes_on(name: str) -> None:
+    async with live(System(2, 2)) as system:
         ops = operations(system)
         backends = system.backends
         backends[name].held = True
@@ -56,11 +56,9 @@ def test_a_drained_engine_gets_nothing_new_while_what_it_has_goes_on(name: str) 
             await check_right(system, make_request(40 + number))
         assert len(backends[name].heard(Submit)) > before
 
-    run(System(2, 2), body)
 
-
-def test_what_a_drained_engine_still_has_goes_on_elsewhere() -> None:
-    async def body(system: System) -> None:
+async def test_what_a_drained_engine_still_has_goes_on_elsewhere() -> None:
+    async with live(System(1, 2)) as system:
         ops = operations(system)
         requests = [make_request(20 + i, max_tokens=9) for i in range(4)]
         running = [system.dispatcher.start(request) for request in requests]
@@ -75,13 +73,11 @@ def test_what_a_drained_engine_still_has_goes_on_elsewhere() -> None:
             assert generation.decode_engine == "decode-0"
         system.backends["decode-1"].release()
 
-    run(System(1, 2), body)
 
-
-def test_a_stream_outlives_any_number_of_restarts() -> None:
+async def test_a_stream_outlives_any_number_of_restarts() -> None:
     """Moves that an operator wants count for no limit."""
-
-    async def body(system: System) -> None:
+    assert len(expected_output(make_request(29, max_tokens=40))) == 40
+    async with live(System(1, 2)) as system:
         ops = operations(system)
         request = make_request(29, max_tokens=40)
         generation = system.dispatcher.start(request)
@@ -96,14 +92,10 @@ def test_a_stream_outlives_any_number_of_restarts() -> None:
             tokens += (await anext(generation)).token_ids
         assert tokens + (await collect(generation))[0] == expected_output(request)
 
-    assert len(expected_output(make_request(29, max_tokens=40))) == 40
-    run(System(1, 2), body)
 
-
-def test_a_lease_that_is_still_read_keeps_its_engine_from_being_drained() -> None:
+async def test_a_lease_that_is_still_read_keeps_its_engine_from_being_drained() -> None:
     """The prompt is done, and decode has not loaded it yet."""
-
-    async def body(system: System) -> None:
+    async with live(System(2, 2)) as system:
         ops = operations(system)
         prefill = system.backends["prefill-1"]
         for decode in ("decode-0", "decode-1"):
@@ -122,11 +114,9 @@ def test_a_lease_that_is_still_read_keeps_its_engine_from_being_drained() -> Non
         for generation in running:
             await collect(generation)
 
-    run(System(2, 2), body)
 
-
-def test_nobody_is_drained_who_is_the_last_of_a_role() -> None:
-    async def body(system: System) -> None:
+async def test_nobody_is_drained_who_is_the_last_of_a_role() -> None:
+    async with live(System(1, 1)) as system:
         ops = operations(system)
         with pytest.raises(InvalidRequest, match="draining decode-0 would leave no engine that can decode") as caught:
             ops.drain("decode-0")
@@ -151,11 +141,9 @@ def test_nobody_is_drained_who_is_the_last_of_a_role() -> None:
             ops.drain("decode-9")
         assert caught.value.status == 404
 
-    run(System(1, 1), body)
 
-
-def test_a_role_is_changed_under_requests_without_a_restart() -> None:
-    async def body(system: System) -> None:
+async def test_a_role_is_changed_under_requests_without_a_restart() -> None:
+    async with live(System(1, 2)) as system:
         ops = operations(system)
         system.backends["decode-1"].held = True
         running = [system.dispatcher.start(make_request(20 + i)) for i in range(2)]
@@ -171,11 +159,9 @@ def test_a_role_is_changed_under_requests_without_a_restart() -> None:
         system.backends["decode-1"].start(system.card("decode-1", epoch="e1"))
         assert ops.describe("decode-1")["role"] == "prefill", "its card says decode"
 
-    run(System(1, 2), body)
 
-
-def test_engines_come_and_go_while_requests_run() -> None:
-    async def body(system: System) -> None:
+async def test_engines_come_and_go_while_requests_run() -> None:
+    async with live(System(1, 1)) as system:
         ops = operations(system)
         ops.add("decode-1", "decode", "ipc://decode-1")
         ops.add("decode-1", "decode", "ipc://decode-1")  # said twice
@@ -199,11 +185,9 @@ def test_engines_come_and_go_while_requests_run() -> None:
             assert (await collect(generation))[0] == expected_output(make_request(30 + number))
         assert [e["name"] for e in system.dispatcher.topology()["engines"]] == ["prefill-0", "decode-0"]
 
-    run(System(1, 1), body)
 
-
-def test_a_request_outlives_the_engine_that_ran_its_prompt() -> None:
-    async def body(system: System) -> None:
+async def test_a_request_outlives_the_engine_that_ran_its_prompt() -> None:
+    async with live(System(2, 1)) as system:
         ops = operations(system)
         system.backends["decode-0"].engine.max_tokens_per_step = 1
         request = make_request(20, max_tokens=40)
@@ -216,8 +200,6 @@ def test_a_request_outlives_the_engine_that_ran_its_prompt() -> None:
         ops.remove(name)
         del system.backends[name]
         assert tokens + (await collect(generation))[0] == expected_output(request)
-
-    run(System(2, 1), body)
 
 
 def test_a_restarted_router_knows_what_was_said(tmp_path: Path) -> None:

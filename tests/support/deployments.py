@@ -2,15 +2,9 @@
 
 import contextlib
 import os
-import queue
-import re
 import shutil
-import signal
 import ssl
-import subprocess
-import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,9 +14,8 @@ import httpx
 import psutil
 import tokenizers
 
-START_BOUND_S = 180.0
-STOP_BOUND_S = 10.0  # twice what is promised: the machine may be busy with other tests
-MARK = "LAUNCH_TEST_ID"
+from pdkv.testing.deployment import Deployment
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -54,66 +47,8 @@ def link_text_model(model_dir: Path, path: Path) -> Path:
     return path
 
 
-class Running:
-    """A `pd launch` process, or a `pd engine`. Lines of its stderr can be waited for."""
-
-    def __init__(
-        self,
-        arguments: list[str],
-        environment: dict[str, str],
-        directory: Path,
-        *,
-        command: str = "launch",
-        enter: Callable[..., list[str]] = lambda *arguments: [*arguments],
-    ) -> None:
-        """`enter` makes of a command line one that runs elsewhere."""
-        self.directory = directory  # its TMPDIR
-        self.mark = uuid.uuid4().hex
-        self.lines: list[str] = []
-        self.stopped = False
-        self.elsewhere: list[Running] = []  # engines that were started by themselves
-        self.listen: tuple[str, int] | None = None  # such an engine's address
-        self._new_lines: queue.Queue[str | None] = queue.Queue()
-        self._shared_files = shared_memory_files()
-        self.process = subprocess.Popen(
-            enter(sys.executable, "-P", "-m", "pdkv.cli", command, *arguments),
-            env={**os.environ, "TMPDIR": str(directory), MARK: self.mark, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read_stderr)
-        self._reader.start()
-
-    def _read_stderr(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-            self._new_lines.put(line.rstrip("\n"))
-        self._new_lines.put(None)
-
-    @property
-    def log(self) -> str:
-        """Its stderr so far."""
-        return "\n".join(self.lines)
-
-    def wait_for_line(self, pattern: str, timeout_s: float = START_BOUND_S) -> re.Match[str]:
-        """The next line of stderr, behind those already waited for, that has the pattern."""
-        while (line := self._new_lines.get(timeout=timeout_s)) is not None:
-            if match := re.search(pattern, line):
-                return match
-        raise AssertionError(f"no line with {pattern!r} before the end of:\n{self.log}")
-
-    def wait_ready(self) -> str:
-        """The ready line; its URL becomes `url`."""
-        assert self.process.stdout is not None
-        watchdog = threading.Timer(START_BOUND_S, self.process.kill)
-        watchdog.start()
-        line = self.process.stdout.readline().rstrip("\n")
-        watchdog.cancel()
-        assert line.startswith("ready: "), f"{line!r} instead of a ready line:\n{self.log}"
-        self.url = line.split()[1]
-        return line
+class Running(Deployment):
+    """With what tests ask of it."""
 
     def get(self, path: str) -> httpx.Response:
         """GET a path of the router; of engines, what they say now."""
@@ -130,71 +65,14 @@ class Running:
         """Engine pids by name, from /topology."""
         return {engine["name"]: engine["pid"] for engine in self.get("/topology").json()["engines"]}
 
+    def survivors(self) -> list[psutil.Process]:
+        """Processes that descend from this launch."""
+        return [psutil.Process(pid) for pid in self.pids_left()]
+
     def child_pid(self, name: str) -> int:
         """The pid of a child of the launcher by its process name, such as "pd router"."""
         (child,) = [c for c in psutil.Process(self.process.pid).children() if c.name() == name[:15]]
         return child.pid
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal, wait, and check that nothing is left but what a kill -9 may leave. Returns the exit code."""
-        self.process.send_signal(number)
-        return self.finish(killed=number == signal.SIGKILL, bound_s=STOP_BOUND_S)
-
-    def finish(self, *, killed: bool = False, bound_s: float = START_BOUND_S) -> int:
-        """Wait for the end and check that nothing is left. A start that fails may take as long as one that does not."""
-        self.stopped = True
-        try:
-            code = self.process.wait(timeout=bound_s)
-        except subprocess.TimeoutExpired:
-            self.kill_all()
-            raise AssertionError(f"still running after {bound_s} s:\n{self.log}") from None
-        rest = self.survivors()
-        if killed or "a child process did not end within" in self.log:  # those see by themselves that they are alone
-            psutil.wait_procs(rest, timeout=STOP_BOUND_S)
-            rest = self.survivors()
-        names = [f"{process.pid} {process.name()}" for process in rest]
-        self.discard()
-        assert not names, f"left behind: {names}\n{self.log}"
-        if not killed:
-            left = [path.name for path in self.directory.iterdir() if not _is_of_running_launch(path)]
-            assert not left, f"left behind: {left}\n{self.log}"
-        assert not shared_memory_files() - self._shared_files, "left behind in /dev/shm"
-        return code
-
-    def survivors(self) -> list[psutil.Process]:
-        """Processes that descend from this launch: they carry its mark in their environment."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(MARK) == self.mark:
-                    found.append(process)
-        return found
-
-    def discard(self) -> None:
-        """End what a failed test left, and close the pipes: they would warn in another test. Idempotent."""
-        self.kill_all()
-        self.process.wait(timeout=STOP_BOUND_S)
-        self._reader.join()
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
-
-    def kill_all(self) -> None:
-        """Kill every process of the launch."""
-        for process in self.survivors():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def shared_memory_files() -> set[str]:
-    """Named files of this project in shared memory, anybody's."""
-    return {name for name in os.listdir("/dev/shm") if "pdkv" in name}
-
-
-def _is_of_running_launch(path: Path) -> bool:
-    """Whether it is the run directory of another deployment that still runs."""
-    match = re.match(r"pdkv-(\d+)-", path.name)
-    return match is not None and psutil.pid_exists(int(match[1]))
 
 
 @contextlib.contextmanager

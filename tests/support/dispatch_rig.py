@@ -1,9 +1,10 @@
 """A dispatcher over scripted engines, in one event loop."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any, TypeVar
 
 from scripted_engine import ScriptedEngine, Task, expected_output, make_card
 
@@ -11,6 +12,8 @@ from pdkv.router.engines.books import Books
 from pdkv.router.engines.engine_client import EngineListener
 from pdkv.router.generations.dispatch import Delta, Dispatcher, GenerateRequest, Generation
 from pdkv.wire.messages import EngineCard, EngineToRouter, RequestKey, RouterToEngine, Trial
+
+S = TypeVar("S", bound="System")
 
 
 class InProcessBackend:
@@ -186,14 +189,20 @@ class System:
             assert not backend.engine.leases
 
 
+@contextlib.asynccontextmanager
+async def live(system: S, *, start: bool = True) -> AsyncIterator[S]:
+    """Its engines are up; at the end nothing is left of any request."""
+    if start:
+        system.start()
+    yield system
+    system.check_rest()
+    system.dispatcher.close()
+
+
 def run(system: System, body: Callable[[System], Awaitable[None]], *, start: bool = True) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30):
-            if start:
-                system.start()
+        async with asyncio.timeout(30), live(system, start=start):
             await body(system)
-            system.check_rest()
-            system.dispatcher.close()
 
     asyncio.run(main())
 

@@ -4,8 +4,6 @@ What a token's KV must be is a function of its number, so that any process can s
 """
 
 import json
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -13,174 +11,56 @@ from typing import Any, TextIO
 import msgspec
 import torch
 from nursery import Forked, run_nursery
+from push_rig import WAIT_S, RankedEngine
+from push_rig import make_layout as rank_layout
+from push_rig import view as any_view
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import MONOTONIC, Clock
-from pdkv.connectors.base import (
-    ConfirmedRange,
-    ConnectorConfig,
-    RequestView,
-    SchedulerView,
-    TransferOutcome,
-    TransferResults,
-)
-from pdkv.connectors.registry import make_connector
-from pdkv.connectors.step_done import StepDone
-from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
+from pdkv.connectors.base import ConfirmedRange, RequestView, TransferOutcome, TransferResults
+from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
-WAIT_S = 60.0
 NUM_BLOCKS = 64
 HEADS = 4
 
 
 def make_layout(block_size: int = 16, tp: int = 1, **changes: Any) -> KVLayout:
     """A rank's layout."""
-    values: dict[str, Any] = {
-        "num_layers": 3, "num_kv_heads": HEADS // tp, "head_size": 8, "dtype": "float32", "dtype_bytes": 4,
-        "total_kv_heads": HEADS,
-    }  # fmt: skip
-    return KVLayout(block_size=block_size, **(values | changes))
+    return rank_layout(tp, block_size, **{"num_layers": 3, "num_kv_heads": HEADS // tp, **changes})
 
 
-class Rank:
-    """One rank of an engine: its connector, pool and results."""
+class Engine(RankedEngine):
+    """The ranks of an engine, all in one process."""
 
     def __init__(
         self,
         name: str,
         *,
-        epoch: str = "1",
-        layout: KVLayout | None = None,
-        rank: int = 0,
+        block_size: int = 16,
         tp: int = 1,
-        num_blocks: int = NUM_BLOCKS,
+        layout: KVLayout | None = None,
         options: dict[str, str] | None = None,
-        own_pool: bool = True,
-        kv_checksum: ChecksumMode = "on",
-        clock: Clock = MONOTONIC,
+        **arguments: Any,
     ) -> None:
-        """`own_pool`: the connector may allocate it."""
-        self.name, self.epoch, self.rank = name, epoch, rank
-        self.layout = layout or make_layout()
-        self._woken = threading.Semaphore(0)
-        config = ConnectorConfig(
-            engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options or {}, model="m",
-            rank=rank, tp=tp, kv_checksum=kv_checksum, clock=clock,
-        )  # fmt: skip
-        self.num_blocks = num_blocks
-        self.connector = make_connector("nixl", config, self._woken.release)
-        self.table = self.connector.make_block_table()
-        self.scheduler = self.connector.make_scheduler_side() if rank == 0 else None
-        layout = self.layout
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
-        pool = self.connector.allocate_kv_cache() if own_pool else None
-        self.kv = torch.zeros(shape, dtype=getattr(torch, layout.dtype)) if pool is None else pool
-        self.worker: Any = self.connector.make_worker_side(rank)
-        self.worker.register_kv_caches(self.kv)
-        self.blob: bytes = self.worker.handshake()
-        self.peers: list[EngineCard] = []
+        layout = layout or make_layout(block_size, tp)
+        super().__init__("nixl", name, tp=tp, layout=layout, **arguments, **options or {})
+        self.card = msgspec.structs.replace(self.card, kv_checksum="off")  # nothing awaits what a test has not ordered
 
-    def fill(self, block_ids: Sequence[int], num_tokens: int, seed: int) -> None:
-        """Compute a prompt: the KV of tokens [0, num_tokens) lies in these blocks."""
-        layout = self.layout
-        for token in range(num_tokens):
-            block = self.kv[block_ids[token // layout.block_size]]
-            block[:, :, :, token % layout.block_size] = self._expected(seed, token)
+    def fill_seeded(self, block_ids: Sequence[int], num_tokens: int, seed: int) -> None:
+        """Compute a prompt on all ranks: the KV of tokens [0, num_tokens) lies in these blocks."""
+        self.fill(block_ids, self._expected(num_tokens, seed))
 
     def wrong_tokens(self, block_ids: Sequence[int], start: int, stop: int, seed: int) -> list[int]:
-        """Which of tokens [start, stop) are not as computed; block_ids[0] holds token 0."""
-        layout = self.layout
-        return [
-            token
-            for token in range(start, stop)
-            if not torch.equal(
-                self.kv[block_ids[token // layout.block_size]][:, :, :, token % layout.block_size],
-                self._expected(seed, token),
-            )
-        ]
+        """Which of tokens [start, stop) are not as computed, on any rank; block_ids[0] holds token 0."""
+        found, expected = self.tokens(block_ids, start, stop), self._expected(stop, seed)[start:]
+        return [start + i for i in (found != expected).flatten(1).any(1).nonzero().flatten().tolist()]
 
-    def _expected(self, seed: int, token: int) -> torch.Tensor:
-        """(layers, 2, heads of this rank, head size)."""
+    def _expected(self, num_tokens: int, seed: int) -> torch.Tensor:
+        """(tokens, layers, 2, heads, head size)."""
         layout = self.layout
-        first = self.rank * layout.num_kv_heads
-        heads = torch.arange(first, first + layout.num_kv_heads)
+        tokens = torch.arange(num_tokens).view(-1, 1, 1, 1, 1)
         layers = torch.arange(layout.num_layers * 2).view(layout.num_layers, 2, 1, 1)
-        values = seed * 1009.0 + token + layers * 0.125 + heads.view(1, 1, -1, 1) * 0.03125
-        return values.expand(-1, -1, -1, layout.head_size).to(self.kv.dtype)
-
-    def meet(self, cards: Sequence[EngineCard]) -> None:
-        """These peers are there and no others."""
-        others = [card for card in cards if card.engine != self.name]
-        if self.scheduler is not None:
-            self.scheduler.update_peers(others)
-        removed = [card for card in self.peers if card not in others]
-        self.worker.update_peers([card for card in others if card not in self.peers], removed)
-        self.peers = others
-
-    def results(self) -> TransferResults:
-        """The next results."""
-        while not (results := self.worker.get_finished()):
-            assert self._woken.acquire(timeout=WAIT_S), "no result"
-        if self.scheduler is not None:
-            self.scheduler.update_connector_output(results)
-        return results
-
-    def close(self) -> None:
-        """Shut both sides down, twice."""
-        for _ in range(2):
-            if self.scheduler is not None:
-                self.scheduler.shutdown()
-            self.worker.shutdown()
-            self.connector.shutdown()
-        for name in ("kv", "table"):  # the last references to the arena
-            self.__dict__.pop(name, None)
-
-
-class Engine:
-    """The ranks of an engine, all in one process."""
-
-    def __init__(self, name: str, *, block_size: int = 16, tp: int = 1, epoch: str = "1", **arguments: Any) -> None:
-        layout = arguments.pop("layout", None) or make_layout(block_size, tp)
-        self.ranks = [Rank(name, epoch=epoch, layout=layout, rank=r, tp=tp, **arguments) for r in range(tp)]
-        self.name, self.epoch, self.layout = name, epoch, layout
-        self.step_id = 0
-        self.earlier_steps: StepDone | None = None  # of the next steps
-        first = self.ranks[0]
-        self.card = EngineCard(
-            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="nixl", kind=first.connector.kind,
-            content_addressed=False, orders=first.connector.orders(), model="m", layout=layout,
-            hash_block_size=HASH_BLOCK_SIZE, num_blocks=first.num_blocks, max_model_len=1024, max_num_seqs=8, tp=tp,
-            rank_blobs=[rank.blob for rank in self.ranks],
-        )  # fmt: skip
-
-    @property
-    def scheduler(self) -> Any:
-        """Rank 0's."""
-        return self.ranks[0].scheduler
-
-    def meet(self, *cards: EngineCard) -> None:
-        """These peers are there and no others."""
-        for rank in self.ranks:
-            rank.meet(cards)
-
-    def fill(self, block_ids: Sequence[int], num_tokens: int, seed: int) -> None:
-        """Compute a prompt on all ranks."""
-        for rank in self.ranks:
-            rank.fill(block_ids, num_tokens, seed)
-
-    def wrong_tokens(self, block_ids: Sequence[int], start: int, stop: int, seed: int) -> list[int]:
-        """Tokens that are wrong on any rank."""
-        return sorted({t for rank in self.ranks for t in rank.wrong_tokens(block_ids, start, stop, seed)})
-
-    def step(self, confirmed: Sequence[ConfirmedRange] = (), aborted: Sequence[tuple[str, int]] = ()) -> Any:
-        """One step's orders, to all ranks."""
-        self.step_id += 1
-        view = SchedulerView(self.step_id, [], confirmed, [], [], aborted, [])
-        meta = self.scheduler.build_connector_meta(view)
-        meta.earlier_steps = self.earlier_steps
-        for rank in self.ranks:
-            rank.worker.start_load_kv(meta)
-        return meta
+        heads = torch.arange(layout.kv_heads_of_all_ranks).view(-1, 1)
+        values = seed * 1009.0 + tokens + layers * 0.125 + heads * 0.03125
+        return values.expand(-1, -1, -1, -1, layout.head_size).to(self.kv.dtype)
 
     def hand_off(self, transfer_id: str, block_ids: Sequence[int], num_tokens: int) -> KVHandoff:
         """Pull: what prefill says of a prompt in these blocks."""
@@ -203,33 +83,40 @@ class Engine:
     ) -> None:
         """Confirm tokens [start, stop) of a prompt that is to be pushed."""
         request = view(transfer_id, kv="handoff", num_tokens=stop + 1, ticket=ticket)
-        self.step([ConfirmedRange(request, start, stop, [block_ids], last)])
+        self.step(confirmed=[ConfirmedRange(request, start, stop, [block_ids], last)])
 
     def outcomes(self, transfer_id: str) -> list[TransferOutcome]:
-        """How a transfer ended, per rank."""
-        return [self._outcome(rank, (transfer_id, 1)) for rank in self.ranks]
+        """How a transfer ended, on all ranks."""
+        key = (transfer_id, 1)
+        while True:
+            for kind in ("sending", "receiving"):
+                if len(self.unread.get((kind, key), ())) == self.tp:
+                    return self._reports.pop((kind, key))
+            assert self.woken.acquire(timeout=WAIT_S), f"no outcome of {transfer_id}: {self.unread}"
 
-    def outcome(self, transfer_id: str) -> TransferOutcome:
-        """The first rank's failure, or how rank 0 ended."""
+    def ended(self, transfer_id: str) -> TransferOutcome:
+        """How a transfer ended: a rank's failure, or how rank 0 ended."""
         outcomes = self.outcomes(transfer_id)
         return next((outcome for outcome in outcomes if outcome.code), outcomes[0])
 
-    def _outcome(self, rank: Rank, key: tuple[str, int]) -> TransferOutcome:
-        while True:
-            results = rank.results()
-            for found in results:
-                if key in found:
-                    return found[key]
+    def next_results(self) -> TransferResults:
+        """The first rank's next results."""
+        results: TransferResults
+        while not (results := self.worker.get_finished()):
+            assert self.woken.acquire(timeout=WAIT_S), "no result"
+        self.scheduler.update_connector_output(results)
+        return results
 
     def close(self) -> None:
-        """Shut down."""
-        for rank in self.ranks:
-            rank.close()
+        """Shut down, twice, and drop the last references to the arenas."""
+        super().close()
+        self.pools.clear()
+        self.__dict__.pop("table", None)
 
 
 def view(transfer_id: str, *, kv: Any, num_tokens: int, **rest: Any) -> RequestView:
     """A request; all tokens but the last are wanted."""
-    return RequestView(transfer_id, 1, transfer_id, kv, num_tokens, num_tokens - 1, (), **rest)
+    return any_view(transfer_id, kv=kv, num_tokens=num_tokens, num_wanted=num_tokens - 1, **rest)
 
 
 def awaiting(handoff: KVHandoff) -> RequestView:
@@ -270,7 +157,7 @@ class RemoteEngine(Forked):
 
 
 def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, Any]) -> Any:
-    worker = engine.ranks[0].worker
+    worker = engine.worker
     match method:
         case "meet":
             engine.meet(*[msgspec.msgpack.decode(bytes.fromhex(card), type=EngineCard) for card in arguments])
@@ -279,6 +166,8 @@ def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, An
         case "push":
             transfer_id, ticket, *rest = arguments
             engine.push(transfer_id, bytes.fromhex(ticket), *rest, **named)
+        case "fill":
+            engine.fill_seeded(*arguments)
         case "await_push":
             transfer_id, block_ids, num_tokens = arguments
             request = view(transfer_id, kv="await_peer", num_tokens=num_tokens + 1)
@@ -287,9 +176,9 @@ def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, An
             worker.cancel((arguments[0], 1), "receive")
         case "reuse":
             for block_id in arguments:
-                engine.ranks[0].table.reuse(block_id)
+                engine.table.reuse(block_id)
         case "free_slots":
-            return [rank.worker.rank.source.num_free_slots for rank in engine.ranks]
+            return [worker.rank.source.num_free_slots for worker in engine.workers]
         case _:
             return getattr(engine, method)(*arguments, **named)
     return None

@@ -29,6 +29,7 @@ STARTERS = (
     "pdkv.launch.fork_server",
     "pdkv.launch.launcher",
     "pdkv.launch.supervisor",
+    "pdkv.testing.deployment",
     "triton",  # its compiler
 )
 """Modules whose functions and classes start processes, or may: to name one of them is enough."""

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
+from pdkv.connectors.registry import make_connector
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.errors import KVCorrupted
@@ -54,59 +56,73 @@ def full_kv(num_tokens: int, layout: KVLayout, seed: int = 0) -> torch.Tensor:
 
 
 def view(transfer_id: str, *, kv: Any, num_tokens: int, **rest: Any) -> RequestView:
-    """A request of which KV of all `num_tokens` tokens is wanted."""
-    return RequestView(transfer_id, 1, transfer_id, kv, num_tokens, num_tokens, (), **rest)
+    """A request of which KV of all `num_tokens` tokens is wanted, unless `rest` says other things."""
+    values: dict[str, Any] = {
+        "request_id": transfer_id, "attempt": 1, "transfer_id": transfer_id, "kv": kv, "num_tokens": num_tokens,
+        "num_wanted": num_tokens, "block_keys": (),
+    }  # fmt: skip
+    return RequestView(**(values | rest))
 
 
 class RankedEngine:
-    """One engine; `connector` is the class, `options` its --connector-config."""
+    """One engine; `connector` is the class or its name, `options` its --connector-config."""
 
     def __init__(
         self,
-        connector: type[KVConnector],
+        connector: type[KVConnector] | str,
         name: str,
         *,
         epoch: str = "1",
         tp: int = 1,
+        kv_shards: int = 1,
         layout: KVLayout | None = None,
         num_blocks: int = 64,
         model: str = "m",
+        device: str = "cpu",
         kv_checksum: ChecksumMode = "on",
         clock: Clock = MONOTONIC,
+        own_pool: bool = True,
         **options: str,
     ) -> None:
+        """`own_pool`: the connector may allocate it."""
+        self.name, self.epoch, self.tp = name, epoch, tp
         self.layout = layout or make_layout(tp)
-        self.tp = tp
         self.step_id = 0
         self.earlier_steps: StepDone | None = None  # of the next steps
         self.woken = threading.Semaphore(0)
         config = ConnectorConfig(
-            engine=name,
-            epoch=epoch,
-            layout=self.layout,
-            num_blocks=num_blocks,
-            options=options,
-            model=model,
-            tp=tp,
-            kv_checksum=kv_checksum,
-            clock=clock,
-        )
-        configs = [msgspec.structs.replace(config, rank=rank) for rank in range(tp)]
-        self.connectors = [connector(config, self.woken.release) for config in configs]
-        self.table = self.connectors[0].make_block_table()
-        self.scheduler = self.connectors[0].make_scheduler_side()
+            engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options, model=model, tp=tp,
+            device=device, kv_checksum=kv_checksum, kv_shards=max(kv_shards, tp), clock=clock,
+        )  # fmt: skip
+        make = partial(make_connector, connector) if isinstance(connector, str) else connector
+        self.connectors: list[Any] = [
+            make(msgspec.structs.replace(config, rank=rank), self.woken.release) for rank in range(tp)
+        ]
+        first = self.connectors[0]
+        self.table = first.make_block_table()
+        self.pools = [self._allocate(c, num_blocks, own_pool) for c in self.connectors]
+        self.scheduler: Any = first.make_scheduler_side()
         self.workers: list[Any] = [c.make_worker_side(rank) for rank, c in enumerate(self.connectors)]
-        self.pools = [self._allocate(c, num_blocks) for c in self.connectors]
         for worker, pool in zip(self.workers, self.pools, strict=True):
             worker.register_kv_caches(pool)
         self.card = EngineCard(
-            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind=connector.kind,
-            content_addressed=False, orders=[], model=model, layout=self.layout, hash_block_size=HASH_BLOCK_SIZE,
-            num_blocks=num_blocks, max_model_len=4096, max_num_seqs=8, tp=tp,
+            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind=first.kind,
+            content_addressed=first.content_addressed, orders=first.orders(), model=model, layout=self.layout,
+            hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks, max_model_len=4096, max_num_seqs=8, tp=tp,
             rank_blobs=[worker.handshake() for worker in self.workers], kv_checksum=kv_checksum,
         )  # fmt: skip
         self._peers: list[EngineCard] = []
         self._reports: dict[tuple[str, TransferKey], list[TransferOutcome]] = {}
+
+    @property
+    def worker(self) -> Any:
+        """Of the first rank."""
+        return self.workers[0]
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The first rank's pool."""
+        return self.pools[0]
 
     def meet(self, *cards: EngineCard) -> None:
         """These peers are known and no others."""
@@ -127,24 +143,30 @@ class RankedEngine:
 
     def check(self, block_ids: Sequence[int], kv: torch.Tensor, start: int = 0) -> None:
         """Check that tokens [start, len(kv)) are in the blocks on all ranks."""
-        for rank, pool in enumerate(self.pools):
-            heads = rank_heads(rank, self.tp, self.layout.kv_heads_of_all_ranks)
-            found = pool[list(block_ids)].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[start : len(kv)]
-            assert torch.equal(found, kv[start:, :, :, heads.start : heads.stop]), f"rank {rank}"
+        assert torch.equal(self.tokens(block_ids, start, len(kv)), kv[start:])
 
-    def step(self, **news: Any) -> list[Any]:
-        """One step of all ranks; returns the holds."""
+    def tokens(self, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
+        """KV of a request's tokens [start, stop), (tokens, layers, 2, heads, head size), as the ranks have it."""
+        layout = self.layout
+        shape = (stop - start, layout.num_layers, 2, layout.kv_heads_of_all_ranks, layout.head_size)
+        kv = torch.empty(shape, dtype=self.kv.dtype)
+        for rank, pool in enumerate(self.pools):
+            heads = rank_heads(rank, self.tp, layout.kv_heads_of_all_ranks)
+            found = pool[list(block_ids)].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[start:stop]
+            kv[:, :, :, heads.start : heads.stop] = found
+        return kv
+
+    def step(self, **news: Any) -> Any:
+        """One step; the orders reach the ranks as msgpack. Returns them."""
         self.step_id += 1
-        fields: dict[str, Any] = dict.fromkeys(("confirmed", "preempted", "finished", "aborted"), ())
-        meta = self.scheduler.build_connector_meta(
-            SchedulerView(step_id=self.step_id, scheduled=(), waiting_keys=(), **(fields | news))
-        )
+        empty: dict[str, Any] = dict.fromkeys(SchedulerView.__struct_fields__[1:], ())
+        meta = self.scheduler.build_connector_meta(SchedulerView(self.step_id, **(empty | news)))
         encoded = msgspec.msgpack.encode(meta)
         for connector, worker in zip(self.connectors, self.workers, strict=True):
             orders = msgspec.msgpack.decode(encoded, type=connector.metadata_type)
             orders.earlier_steps = self.earlier_steps
             worker.start_load_kv(orders)
-        return meta.holds
+        return meta
 
     def cancel(self, key: TransferKey, direction: Direction) -> None:
         for worker in self.workers:
@@ -156,7 +178,8 @@ class RankedEngine:
         while len(self._reports.get((kind, key), ())) < self.tp:
             assert time.monotonic() < deadline, f"no outcome of {kind} {key}: {self._reports}"
             self.collect()
-            self.woken.acquire(timeout=0.02)
+            if len(self._reports.get((kind, key), ())) < self.tp:
+                self.woken.acquire(timeout=deadline - time.monotonic())
         outcomes = self._reports.pop((kind, key))
         assert len(outcomes) == self.tp, "a rank reported twice"
         failed = sorted(
@@ -185,21 +208,20 @@ class RankedEngine:
         self.collect()
         return self._reports
 
-    def _allocate(self, connector: KVConnector, num_blocks: int) -> torch.Tensor:
+    def _allocate(self, connector: KVConnector, num_blocks: int, own_pool: bool) -> torch.Tensor:
         """One rank's pool, filled with -1."""
         layout = self.layout
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
-        pool = connector.allocate_kv_cache()
+        pool = connector.allocate_kv_cache() if own_pool else None
         pool = torch.empty(shape, dtype=getattr(torch, layout.dtype)) if pool is None else pool
         return pool.fill_(-1)
 
     def close(self) -> None:
-        self.scheduler.shutdown()
-        for worker in self.workers:
-            worker.shutdown()
-            worker.shutdown()
-        for connector in self.connectors:
-            connector.shutdown()
+        """Shut all sides down, twice: that is idempotent."""
+        for _ in range(2):
+            self.scheduler.shutdown()
+            for end in (*self.workers, *self.connectors):
+                end.shutdown()
 
 
 class PushEngine(RankedEngine):
@@ -215,7 +237,7 @@ class PushEngine(RankedEngine):
 
     def give(self, request: RequestView, block_ids: Sequence[int], stop: int, *, last: bool = True) -> list[Any]:
         """Tokens [0, stop) are confirmed; returns the holds that were taken."""
-        return self.step(confirmed=[ConfirmedRange(request, 0, stop, [list(block_ids)], last)])
+        return self.step(confirmed=[ConfirmedRange(request, 0, stop, [list(block_ids)], last)]).holds
 
 
 def tables_of(block_ids: Sequence[int] | BlockTables) -> BlockTables:

@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import httpx
 import psutil
-from deployments import NO_AUTHORITIES, Running, shared_memory_files
+from deployments import NO_AUTHORITIES, Running
+
+from pdkv.testing.deployment import shared_memory_files
 
 BOUND_S = 60.0
 """A client that waits longer has been left hanging."""

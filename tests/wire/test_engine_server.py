@@ -272,7 +272,7 @@ while True:
 """
 
 
-def test_death_by_sigkill_is_seen_at_once_and_the_next_incarnation_starts_clean(
+async def test_death_by_sigkill_is_seen_at_once_and_the_next_incarnation_starts_clean(
     tmp_path: Path, context: Context
 ) -> None:
     endpoint = f"ipc://{tmp_path}/e"
@@ -281,88 +281,77 @@ def test_death_by_sigkill_is_seen_at_once_and_the_next_incarnation_starts_clean(
         card = msgspec.msgpack.encode(make_card(epoch=epoch)).hex()
         return subprocess.Popen([sys.executable, "-c", ENGINE_PROGRAM, endpoint, card])
 
-    async def main() -> None:
-        client, listener = EngineClient("decode-0", endpoint, router_id="r", context=context), Listener()
-        client.connect(listener)  # before there is anything to connect to
-        engine = start("e0")
-        try:
-            await listener.until(lambda: len(listener.cards) == 1)
-            client.send(Release("t0", 0))
-            await listener.until(lambda: len(listener.frames) == 1)
-            engine.kill()
-            client.send(Release("lost", 0))
-            await listener.until(lambda: bool(listener.downs))
-            assert client.card is None
-            await asyncio.to_thread(engine.wait)
-            engine = start("e1")
-            await listener.until(lambda: len(listener.cards) == 2)
-            client.send(Release("t1", 0))
-            await listener.until(lambda: listener.frames[-1] == [Tokens("t1", 0, 0, [1])])
-            assert [c.epoch for c in listener.cards] == ["e0", "e1"]
-            assert "lost" not in [m.request_id for frame in listener.frames[1:] for m in frame]  # type: ignore[attr-defined]
-        finally:
-            client.close()
-            engine.kill()
-            await asyncio.to_thread(engine.wait)
-
-    asyncio.run(main())
+    client, listener = EngineClient("decode-0", endpoint, router_id="r", context=context), Listener()
+    client.connect(listener)  # before there is anything to connect to
+    engine = start("e0")
+    try:
+        await listener.until(lambda: len(listener.cards) == 1)
+        client.send(Release("t0", 0))
+        await listener.until(lambda: len(listener.frames) == 1)
+        engine.kill()
+        client.send(Release("lost", 0))
+        await listener.until(lambda: bool(listener.downs))
+        assert client.card is None
+        await asyncio.to_thread(engine.wait)
+        engine = start("e1")
+        await listener.until(lambda: len(listener.cards) == 2)
+        client.send(Release("t1", 0))
+        await listener.until(lambda: listener.frames[-1] == [Tokens("t1", 0, 0, [1])])
+        assert [c.epoch for c in listener.cards] == ["e0", "e1"]
+        assert "lost" not in [m.request_id for frame in listener.frames[1:] for m in frame]  # type: ignore[attr-defined]
+    finally:
+        client.close()
+        engine.kill()
+        await asyncio.to_thread(engine.wait)
 
 
-def test_a_remote_engine_that_is_stopped_is_gone_after_its_heartbeat(
+async def test_a_remote_engine_that_is_stopped_is_gone_after_its_heartbeat(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(engine_client, "HEARTBEAT_TIMEOUT_S", 2.0)
     card = msgspec.msgpack.encode(make_card()).hex()
-
-    async def main() -> None:
-        listener = Listener()
-        arguments = [sys.executable, "-c", ENGINE_PROGRAM, "tcp://127.0.0.1:0", card]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine, ExitStack() as stack:
-            stack.callback(engine.kill)
-            assert engine.stdout is not None
-            async with asyncio.timeout(TIMEOUT_S):
-                endpoint = (await asyncio.to_thread(engine.stdout.readline)).strip()
-            client = EngineClient("decode-0", endpoint, router_id="r", context=context)
-            stack.callback(client.close)
-            client.connect(listener)
-            await listener.until(lambda: bool(listener.cards))
-            num_downs = len(listener.downs)
-            stop_process(engine.pid)
-            await listener.until(lambda: len(listener.downs) > num_downs)
-            num_cards = len(listener.cards)
-            engine.send_signal(signal.SIGCONT)
-            await listener.until(lambda: len(listener.cards) > num_cards)
-
-    asyncio.run(main())
+    listener = Listener()
+    arguments = [sys.executable, "-c", ENGINE_PROGRAM, "tcp://127.0.0.1:0", card]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine, ExitStack() as stack:
+        stack.callback(engine.kill)
+        assert engine.stdout is not None
+        async with asyncio.timeout(TIMEOUT_S):
+            endpoint = (await asyncio.to_thread(engine.stdout.readline)).strip()
+        client = EngineClient("decode-0", endpoint, router_id="r", context=context)
+        stack.callback(client.close)
+        client.connect(listener)
+        await listener.until(lambda: bool(listener.cards))
+        num_downs = len(listener.downs)
+        stop_process(engine.pid)
+        await listener.until(lambda: len(listener.downs) > num_downs)
+        num_cards = len(listener.cards)
+        engine.send_signal(signal.SIGCONT)
+        await listener.until(lambda: len(listener.cards) > num_cards)
 
 
-def test_a_remote_engine_that_is_stopped_is_a_suspect_long_before_it_is_gone(
+async def test_a_remote_engine_that_is_stopped_is_a_suspect_long_before_it_is_gone(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "IDLE_SILENT_TICKS", health.SILENT_TICKS)
     card = msgspec.msgpack.encode(make_card()).hex()
-
-    async def main() -> None:
-        dispatcher = Dispatcher()
-        arguments = [sys.executable, "-c", ENGINE_PROGRAM, "tcp://127.0.0.1:0", card]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine, ExitStack() as stack:
-            stack.callback(engine.kill)
-            stack.callback(dispatcher.close)
-            assert engine.stdout is not None
-            endpoint = (await asyncio.to_thread(engine.stdout.readline)).strip()
-            client = EngineClient("decode-0", endpoint, router_id="r", context=context)
-            dispatcher.add_backend(client, "decode")
-            dispatcher.connect()
-            state = dispatcher.fleet.engines["decode-0"]
-            await until(lambda: state.health.beats)  # the first one came
-            stop_process(engine.pid)
-            await until(lambda: state.is_silent)
-            assert state.life == "ready"
-            engine.send_signal(signal.SIGCONT)
-            await until(lambda: not state.suspicion)
-
-    asyncio.run(main())
+    dispatcher = Dispatcher()
+    arguments = [sys.executable, "-c", ENGINE_PROGRAM, "tcp://127.0.0.1:0", card]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine, ExitStack() as stack:
+        stack.callback(engine.kill)
+        stack.callback(dispatcher.close)
+        assert engine.stdout is not None
+        endpoint = (await asyncio.to_thread(engine.stdout.readline)).strip()
+        client = EngineClient("decode-0", endpoint, router_id="r", context=context)
+        dispatcher.add_backend(client, "decode")
+        dispatcher.connect()
+        state = dispatcher.fleet.engines["decode-0"]
+        await until(lambda: state.health.beats)  # the first one came
+        stop_process(engine.pid)
+        await until(lambda: state.is_silent)
+        assert state.life == "ready"
+        engine.send_signal(signal.SIGCONT)
+        await until(lambda: not state.suspicion)
 
 
 async def until(condition: Callable[[], bool]) -> None:

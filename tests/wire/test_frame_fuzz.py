@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engines import make_core, submit
 from frame_fuzz import CARD, TO_ENGINE, TO_ROUTER, Mutator, attack_engine
-from state_machine.standin import expected_tokens
 from wire_rig import TIMEOUT_S, Context, Frame, encode_frame, raw_peer
 
 from pdkv.engine.core import EngineCore
@@ -24,6 +22,8 @@ from pdkv.launch.engine_process import Notifier, serve
 from pdkv.router.engines import engine_client
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.testing.engine import make_core, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.engine_server import EngineServer
 from pdkv.wire.frames import BadMessage, decode_frame
 from pdkv.wire.messages import Finished, Hello, Tokens

@@ -1,6 +1,7 @@
 """What tests of pdkv, and of connectors and policies outside it, are built from. Provisional.
 
-Names may change until the connector interface has a final number (docs/testing.md).
+Names may change until the connector interface has a final number (docs/testing.md). The engines are in
+`pdkv.testing.engine`, deployments in `pdkv.testing.deployment`: importing the clock imports no engine.
 """
 
 from pdkv.testing.clock import VirtualClock

@@ -1,7 +1,6 @@
 """The memory connector: options and refusals, and that its store is that of the store connectors."""
 
 import pytest
-from engines import make_core
 
 from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.memory.fabric import MemoryFabric
@@ -12,6 +11,7 @@ from pdkv.connectors.registry import make_connector
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
 from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.testing.engine import make_core
 from pdkv.wire.messages import EngineCard, KVLayout, Peers
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)

@@ -5,8 +5,6 @@ import os
 
 import msgspec
 import pytest
-from engines import at_rest, make_core, of_type, output_of, run, submit
-from state_machine.standin import expected_tokens
 from state_machine.standin_store import STAND_IN_STORE, store_of
 
 from pdkv.connectors.base import (
@@ -44,6 +42,8 @@ from pdkv.errors import ConfigError, UnknownConnector
 from pdkv.launch.engine_process import _check_connector
 from pdkv.launch.specs import EngineSpec
 from pdkv.prefill.role import PrefillRole
+from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
+from pdkv.testing.standin import expected_tokens
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import (
     MAX_BLOB_BYTES,
@@ -367,7 +367,6 @@ def test_a_reader_whose_ticket_comes_after_anothers_hears_that_nothing_will_come
     def ask(reader: EngineCore, attempt: int) -> bytes:
         reader.handle("r", submit(PROMPT, kv="await_peer", attempt=attempt), 0.0)
         (allocated,) = of_type(run(reader), Allocated)
-        assert isinstance(allocated, Allocated)
         assert allocated.ticket is not None
         return allocated.ticket
 
@@ -382,7 +381,6 @@ def test_a_reader_whose_ticket_comes_after_anothers_hears_that_nothing_will_come
     too_much = msgspec.msgpack.encode(msgspec.structs.replace(wanted, stop=wanted.stop + 40))
     prefill.handle("r", KVTicket("a", 0, encode_ticket(wrapped.child, too_much), 1), 0.0)
     (ready,) = of_type([*run(prefill), *run(prefill)], KVReady)
-    assert isinstance(ready, KVReady)
     assert (ready.ok, ready.ticket) == (False, 1)
 
 
@@ -442,7 +440,6 @@ def hand_over(fabric: str, *names: str) -> tuple[EngineCore, EngineCore, HandedO
     prefill.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
     messages = run(prefill)
     (handed,) = of_type(messages, HandedOff)
-    assert isinstance(handed, HandedOff)
     return prefill, decode, handed, output_of(messages, "a")
 
 
@@ -454,7 +451,6 @@ def test_decode_computes_nothing_whichever_child_wins(names: tuple[str, str]) ->
     messages = run(decode)
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert (finished.sources.remote, finished.sources.computed) == (10, 0)
     prefill.handle("r", Release("t-a", 0), 0.0)
     run(prefill)
@@ -473,10 +469,8 @@ def test_a_store_takes_over_what_it_has_where_the_hand_off_failed() -> None:
     assert scheduler_of(decode).num_fallbacks == 1
     assert decode.external.get_stats("multi")["multi/0-memory"].fallbacks == 1
     (loaded,) = of_type(messages, Loaded)
-    assert isinstance(loaded, Loaded)
     assert (loaded.ok, loaded.code) == (False, "peer_gone")
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert finished.sources.remote == 8
     assert at_rest(decode)
     assert prefill.card.engine == "p"
@@ -490,7 +484,6 @@ def test_a_reader_that_cannot_pull_finds_what_the_store_has() -> None:
     messages = run(decode)
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
     (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
     assert finished.sources.remote == 8
     assert scheduler_of(decode).num_fallbacks == 0
     assert leases(prefill) == 1

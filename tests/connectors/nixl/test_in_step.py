@@ -32,17 +32,17 @@ def begin_step(engine: Engine, ticket: bytes | None, block_ids: list[int]) -> An
     engine.step_id += 1
     news = SchedulerView(engine.step_id, [ScheduledRange(request, 0, NUM_TOKENS, [block_ids])], [], [], [], [], [])
     meta = engine.scheduler.build_connector_meta(news)
-    for rank in engine.ranks:
-        rank.worker.start_load_kv(meta)
+    for worker in engine.workers:
+        worker.start_load_kv(meta)
     return meta
 
 
 def compute(engine: Engine, meta: Any, kv: list[Any], layers: range) -> None:
     """These layers of the pools are as in `kv` now."""
     for layer in layers:
-        for rank, content in zip(engine.ranks, kv, strict=True):
-            rank.kv[:, layer] = content[:, layer]
-            rank.worker.save_kv_layer(layer, rank.kv, meta)
+        for worker, pool, content in zip(engine.workers, engine.pools, kv, strict=True):
+            pool[:, layer] = content[:, layer]
+            worker.save_kv_layer(layer, pool, meta)
 
 
 @pytest.mark.parametrize(
@@ -64,22 +64,22 @@ def test_every_layer_arrives(make: Any, options: dict[str, str], prefill_shape: 
     prefill.meet(decode.card)
     decode.meet(prefill.card)
     theirs, ours = list(range(0, 2 * NUM_TOKENS // 16, 2))[:13], list(range(20, 33))
-    prefill.fill(theirs, NUM_TOKENS, 1)
-    content = [rank.kv.clone() for rank in prefill.ranks]
-    for rank in prefill.ranks:
-        rank.kv.zero_()
+    prefill.fill_seeded(theirs, NUM_TOKENS, 1)
+    content = [kv.clone() for kv in prefill.pools]
+    for pool in prefill.pools:
+        pool.zero_()
     ticket = decode.load(view("t", kv="await_peer", num_tokens=NUM_TOKENS + 1), ours)
     meta = begin_step(prefill, ticket, theirs)
     num_layers = prefill.layout.num_layers
     compute(prefill, meta, content, range(num_layers - 1))
-    for rank in prefill.ranks:
-        wait_until_true(lambda worker=rank.worker: worker.num_open_jobs == 1, "the other layers are out")  # type: ignore[misc]
-    assert not any(rank.worker.get_finished() for rank in prefill.ranks)  # its blocks are held
-    assert not decode.ranks[0].worker.get_finished()
+    for worker in prefill.workers:
+        wait_until_true(lambda worker=worker: worker.num_open_jobs == 1, "the other layers are out")  # type: ignore[misc]
+    assert not any(worker.get_finished() for worker in prefill.workers)  # its blocks are held
+    assert not decode.workers[0].get_finished()
     compute(prefill, meta, content, range(num_layers - 1, num_layers))
-    assert decode.outcome("t").code == ""
+    assert decode.ended("t").code == ""
     assert decode.wrong_tokens(ours, 0, NUM_TOKENS, 1) == []
-    assert [outcome.code for outcome in prefill.outcomes("t/1")] == [""] * len(prefill.ranks)
+    assert [outcome.code for outcome in prefill.outcomes("t/1")] == [""] * prefill.tp
 
 
 def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make: Any) -> None:
@@ -89,19 +89,19 @@ def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make: Any) -> None
     prefill.meet(decode.card)
     decode.meet(prefill.card)
     blocks = list(range(13))
-    prefill.fill(blocks, NUM_TOKENS, 1)
-    content = [rank.kv.clone() for rank in prefill.ranks]
+    prefill.fill_seeded(blocks, NUM_TOKENS, 1)
+    content = [kv.clone() for kv in prefill.pools]
     ticket = decode.load(view("t", kv="await_peer", num_tokens=NUM_TOKENS + 1), blocks)
     meta = begin_step(prefill, ticket, blocks)
     compute(prefill, meta, content, range(1))
-    sender = prefill.ranks[0].worker
+    sender = prefill.workers[0]
     wait_until_true(lambda: sender.num_open_jobs < prefill.layout.num_layers, "the first layer is out")
-    decode.ranks[0].worker.cancel(("t", 1), "receive")
-    assert decode.outcome("t").code == "transfer_cancelled"
-    before = decode.ranks[0].kv.clone()
+    decode.workers[0].cancel(("t", 1), "receive")
+    assert decode.ended("t").code == "transfer_cancelled"
+    before = decode.pools[0].clone()
     compute(prefill, meta, content, range(1, prefill.layout.num_layers))
-    wait_until_true(lambda: decode.ranks[0].worker._receiver._early, "an offer is here")
+    wait_until_true(lambda: decode.workers[0]._receiver._early, "an offer is here")
     clock.advance(2 * _GRACE_S)
-    assert prefill.outcome("t/1").code == "kv_not_found"
+    assert prefill.ended("t/1").code == "kv_not_found"
     assert sender.num_open_jobs == 0
-    assert bool((decode.ranks[0].kv == before).all())
+    assert bool((decode.pools[0] == before).all())

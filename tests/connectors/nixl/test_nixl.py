@@ -88,7 +88,7 @@ class World:
         """A transfer that is under way, of an engine in this process, ends at its deadline."""
         wait_until_true(is_under_way, "it is under way")
         self.clock.advance(TIMEOUT_S)
-        assert engine.outcome(key).code == TransferTimeout.code
+        assert engine.ended(key).code == TransferTimeout.code
 
     def key(self) -> str:
         """A transfer's name."""
@@ -114,7 +114,7 @@ def scattered(num_blocks: int, step: int = 11) -> list[int]:
 
 def runs(engine: Engine, key: str) -> bool:
     """Whether a thread works on a load."""
-    return [job.state for job in engine.ranks[0].worker.open_jobs((key, 1), "receive")] == ["running"]
+    return [job.state for job in engine.workers[0].open_jobs((key, 1), "receive")] == ["running"]
 
 
 def blocks_for(num_tokens: int, engine: Any) -> int:
@@ -149,7 +149,7 @@ def hand_over(mode: str, world: World, prefill: Any, decode: Engine, num_tokens:
         send(key, ticket, prefill, num_tokens, [num_tokens // 2 // 32 * 32] if num_tokens >= 64 else [])
         codes = {code for code, *_ in prefill.call("outcomes", key)}
         assert codes == {""}  # first: a receive whose offers failed waits for the router's word
-    assert decode.outcome(key).code == ""
+    assert decode.ended(key).code == ""
     assert decode.wrong_tokens(ours, hit, num_tokens, 1) == []
 
 
@@ -157,18 +157,16 @@ def check_nothing_is_left(*engines: Any) -> None:
     """All slots are free again, all jobs have ended."""
     for engine in engines:
         if isinstance(engine, Engine):
-            wait_until_true(
-                lambda e=engine: [r.worker.rank.source.num_free_slots for r in e.ranks] == _slots(e), "slots"
-            )  # type: ignore[misc]
-            assert [rank.worker.num_open_jobs for rank in engine.ranks] == [0] * len(engine.ranks)
-            buffers = engine.ranks[0].worker.rank.endpoint.buffers
+            wait_until_true(lambda e=engine: [w.rank.source.num_free_slots for w in e.workers] == _slots(e), "slots")  # type: ignore[misc]
+            assert [worker.num_open_jobs for worker in engine.workers] == [0] * engine.tp
+            buffers = engine.workers[0].rank.endpoint.buffers
             assert buffers.num_free == buffers.count
         else:
             wait_until_true(lambda e=engine: len(set(e.call("free_slots"))) == 1, "slots")  # type: ignore[misc]
 
 
 def _slots(engine: Engine) -> list[int]:
-    return [rank.connector.options.slots for rank in engine.ranks]
+    return [connector.options.slots for connector in engine.connectors]
 
 
 # --- content ------------------------------------------------------------------------------------------------------
@@ -237,7 +235,7 @@ def test_a_hundred_transfers_at_once(world: World, mode: str, options: dict[str,
             prefill.push(key, ticket, theirs, 0, 32, last=True)
     found: dict[tuple[str, int], Any] = {}
     while len(found) < 100:
-        results = decode.ranks[0].results()
+        results = decode.next_results()
         assert not results.failed_receiving
         found.update(results.finished_receiving)
     assert all(decode.wrong_tokens(block_ids, 0, 32, 1) == [] for block_ids in ours)
@@ -256,7 +254,7 @@ def test_blocks_that_were_reused_are_refused(world: World, options: dict[str, st
     handoff = prefill.hand_off("late", theirs, 64)
     prefill.call("reuse", theirs[2])
     decode.load(awaiting(handoff), scattered(4, 7))
-    assert decode.outcome("late").code == StaleGeneration.code
+    assert decode.ended("late").code == StaleGeneration.code
     hand_over("pull", world, prefill, decode, 64)
 
 
@@ -274,8 +272,8 @@ def test_a_restarted_peer_is_met_again_and_its_predecessor_is_refused(world: Wor
     if old is not None:
         assert decode.scheduler.get_num_new_matched_tokens(awaiting(old), 0).num_tokens == 0
         load = BlockLoad(("old", 1), "p", "1", 0, 16, 16, bytes(8), bytes(8), [1])
-        decode.ranks[0].worker.start_load_kv(PullMetadata(step_id=0, loads=[load]))
-        assert decode.outcome("old").code == StaleEpoch.code
+        decode.workers[0].start_load_kv(PullMetadata(step_id=0, loads=[load]))
+        assert decode.ended("old").code == StaleEpoch.code
     hand_over(mode, world, successor, decode, 100)
     hand_over(mode, world, other, decode, 100)
 
@@ -322,7 +320,7 @@ def test_a_pull_from_a_stopped_peer_ends_at_its_deadline(world: World) -> None:
     handoff = prefill.hand_off("stopped", theirs, 64)
     prefill.signal(signal.SIGSTOP)
     decode.load(awaiting(handoff), scattered(4, 7))
-    gathered = decode.ranks[0].worker.rank.reader.gathered
+    gathered = decode.workers[0].rank.reader.gathered
     world.let_time_out(decode, "stopped", lambda: gathered._open_requests("p/1/0"))
     prefill.signal(signal.SIGCONT)
     hand_over("pull", world, prefill, decode, 100)
@@ -352,7 +350,7 @@ def test_what_a_stopped_peer_has_leased_is_read_on_its_host(world: World, path: 
     prefill.signal(signal.SIGSTOP)
     decode.meet(prefill.card)
     decode.load(awaiting(handoff), scattered(4, 7))
-    assert decode.outcome("stopped").code == ""
+    assert decode.ended("stopped").code == ""
     assert decode.wrong_tokens(scattered(4, 7), 0, 64, 1) == []
 
 
@@ -368,9 +366,9 @@ def test_a_push_to_a_stopped_peer_ends_at_its_deadline(world: World, options: di
     introduce(receiver, sender)
     ticket = bytes.fromhex(receiver.call("await_push", "stopped", scattered(4, 7), 64))
     receiver.signal(signal.SIGSTOP)
-    sender.fill(scattered(4), 64, 1)
+    sender.fill_seeded(scattered(4), 64, 1)
     sender.push("stopped", ticket, scattered(4), 0, 64, last=True)
-    (job,) = sender.ranks[0].worker.open_jobs(("stopped", 1), "send")
+    (job,) = sender.workers[0].open_jobs(("stopped", 1), "send")
     world.let_time_out(sender, "stopped", lambda: job.state == "posted")
     receiver.signal(signal.SIGCONT)
     receiver.call("cancel", "stopped")
@@ -384,11 +382,11 @@ def test_a_receive_whose_sender_is_silent_ends_at_once_when_it_is_given_up(world
     prefill, decode = world.pair("push")
     ticket, _ = begin("push", "half", prefill, decode, 64)
     prefill.push("half", ticket, scattered(4), 0, 32, last=False)
-    worker = decode.ranks[0].worker
+    worker = decode.workers[0]
     wait_until_true(lambda: not decode.wrong_tokens(scattered(4, 7), 0, 32, 1), "the first half is there")
     prefill.signal(end)
     worker.cancel(("half", 1), "receive")
-    assert decode.outcome("half").code == TransferCancelled.code
+    assert decode.ended("half").code == TransferCancelled.code
     check_nothing_is_left(decode)
 
 
@@ -397,7 +395,7 @@ def test_only_who_an_offer_was_made_to_can_say_that_it_is_taken(world: World) ->
     prefill, decode, other = (world.local(name, options={"mode": "push"}) for name in "pdo")
     introduce(prefill, decode, other)
     ticket = decode.load(view("t", kv="await_peer", num_tokens=65), scattered(4, 7), 0)
-    sender = prefill.ranks[0].worker
+    sender = prefill.workers[0]
     taken: list[Any] = []
     sender.rank.endpoint.handle(Taken, lambda blob, message: taken.append((blob, message)))
     prefill.push("t", ticket, scattered(4), 0, 64, last=True)
@@ -407,16 +405,16 @@ def test_only_who_an_offer_was_made_to_can_say_that_it_is_taken(world: World) ->
         sender._sender._on_taken(forger, message)
     assert sender.num_open_jobs == 1
     sender._sender._on_taken(theirs, message)
-    assert prefill.outcome("t").code == ""
-    assert decode.outcome("t").code == ""
+    assert prefill.ended("t").code == ""
+    assert decode.ended("t").code == ""
 
 
 def test_a_receive_that_nobody_writes_is_cancelled_at_once(world: World) -> None:
     """F1."""
     prefill, decode = world.pair("push")
     begin("push", "nobody", prefill, decode, 64)
-    decode.ranks[0].worker.cancel(("nobody", 1), "receive")
-    assert decode.outcome("nobody").code == TransferCancelled.code
+    decode.workers[0].cancel(("nobody", 1), "receive")
+    assert decode.ended("nobody").code == TransferCancelled.code
     send("nobody", None, prefill, 64)  # too late
     check_nothing_is_left(decode)
 
@@ -425,15 +423,15 @@ def test_a_push_that_comes_too_late_is_refused(world: World) -> None:
     """F1: its offer is not read."""
     prefill, decode = world.pair("push")
     ticket, _ = begin("push", "late", prefill, decode, 64)
-    decode.ranks[0].worker.cancel(("late", 1), "receive")
-    decode.outcome("late")
-    for rank in decode.ranks:
-        rank.kv.zero_()
+    decode.workers[0].cancel(("late", 1), "receive")
+    decode.ended("late")
+    for pool in decode.pools:
+        pool.zero_()
     send("late", ticket, prefill, 64)
-    wait_until_true(lambda: decode.ranks[0].worker._receiver._early, "its offer is here")
+    wait_until_true(lambda: decode.workers[0]._receiver._early, "its offer is here")
     world.clock.advance(2 * _GRACE_S)
     assert prefill.call("outcomes", "late")[0][0] == KVNotFound.code
-    assert all(not rank.kv.any() for rank in decode.ranks)
+    assert all(not pool.any() for pool in decode.pools)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -461,10 +459,10 @@ def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode
     decode.meet(other.card)
     if mode != "pull":
         for key in keys:  # the router's word: KVReady(ok=False)
-            decode.ranks[0].worker.cancel((key, 1), "receive")
+            decode.workers[0].cancel((key, 1), "receive")
     ended: dict[tuple[str, int], Any] = {}
     while len(ended) < len(keys):
-        results = decode.ranks[0].results()
+        results = decode.next_results()
         ended.update({**results.finished_receiving, **results.failed_receiving})
     allowed = {"", PeerGone.code, TransferCancelled.code, StaleEpoch.code, KVNotFound.code}
     assert {outcome.code for outcome in ended.values()} <= allowed
@@ -481,7 +479,7 @@ def test_who_is_deaf_to_ucx_still_gets_its_neighbours_messages(
     """F5: UCX's queue within a host has one tail for all senders. Who is killed while it sends blocks it for good."""
     prefill, decode = world.pair(mode, GATHER_ALL)
     hand_over(mode, world, prefill, decode, 100)  # UCX has connected
-    monkeypatch.setattr(decode.ranks[0].worker.rank.endpoint._agent, "receive", list)
+    monkeypatch.setattr(decode.workers[0].rank.endpoint._agent, "receive", list)
     hand_over(mode, world, prefill, decode, 100)
 
 
@@ -495,7 +493,7 @@ def test_a_source_that_stood_still_hears_that_a_request_is_over(
     options = {**of("pull"), **GATHER_ALL, **PATIENT}
     prefill, decode = (world.local(name, options=options) for name in "pd")
     introduce(prefill, decode)
-    source, reader = (engine.ranks[0].worker.rank for engine in (prefill, decode))
+    source, reader = (engine.workers[0].rank for engine in (prefill, decode))
     bell, address = reader.endpoint._doorbell, source.endpoint._doorbell.address
     real, sent = bell.send, list[Any]()
 
@@ -514,7 +512,7 @@ def test_a_source_that_stood_still_hears_that_a_request_is_over(
         return not source.source._requests and source.source.num_free_slots == source.endpoint.slots.count
 
     monkeypatch.setattr(bell, "send", send)
-    assert decode.outcome(begin_load()).code == ""
+    assert decode.ended(begin_load()).code == ""
     for _ in range(2):
         stands, goes_on = threading.Event(), threading.Event()
         source.endpoint.post(lambda stands=stands, goes_on=goes_on: (stands.set(), goes_on.wait(WAIT_S)))
@@ -528,7 +526,7 @@ def test_a_source_that_stood_still_hears_that_a_request_is_over(
         wait_until_true(lambda: ((Reset, True) if loses else (Dropped, True)) in sent, "it was told")
         goes_on.set()
         wait_until_true(lambda: not bell._full and has_slots(), "the source knows")
-    assert [decode.outcome(begin_load()).code for _ in range(3)] == [""] * 3
+    assert [decode.ended(begin_load()).code for _ in range(3)] == [""] * 3
     wait_until_true(has_slots, "all slots are free")
 
 
@@ -537,7 +535,7 @@ def test_a_source_frees_the_slots_of_a_reader_that_forgot_it_for_a_while(world: 
     options = {**of("pull"), **GATHER_ALL, **PATIENT}
     prefill, decode = (world.local(name, options=options) for name in "pd")
     introduce(prefill, decode)
-    source, reader = (engine.ranks[0].worker.rank for engine in (prefill, decode))
+    source, reader = (engine.workers[0].rank for engine in (prefill, decode))
 
     def begin_load() -> str:
         key = world.key()
@@ -551,10 +549,10 @@ def test_a_source_frees_the_slots_of_a_reader_that_forgot_it_for_a_while(world: 
         key = begin_load()
         wait_until_true(lambda: reader.reader.gathered._open_requests("p/1/0"), "it has asked")
         decode.meet()
-        assert decode.outcome(key).code == PeerGone.code
+        assert decode.ended(key).code == PeerGone.code
         decode.meet(prefill.card)
         goes_on.set()
-        assert decode.outcome(begin_load()).code == ""
+        assert decode.ended(begin_load()).code == ""
     wait_until_true(lambda: not source.source._requests, "it has ended all of them")
     wait_until_true(lambda: source.source.num_free_slots == source.endpoint.slots.count, "all slots are free")
 
@@ -562,7 +560,7 @@ def test_a_source_frees_the_slots_of_a_reader_that_forgot_it_for_a_while(world: 
 def test_an_error_that_nobody_expects_ends_no_thread(world: World) -> None:
     prefill, decode = world.local("p", options=BY_UCX), world.local("d", options=BY_UCX)
     introduce(prefill, decode)
-    source, reader = (engine.ranks[0].worker.rank for engine in (prefill, decode))
+    source, reader = (engine.workers[0].rank for engine in (prefill, decode))
     source.endpoint.handle(Freed, lambda blob, message: 1 // 0)
     to_source = reader.endpoint.peers.agent("p/1/0")
     for _ in range(2):
@@ -574,7 +572,7 @@ def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.Monkey
     """F2, F17: from agents that nobody knows and from those that everybody does."""
     monkeypatch.setattr("pdkv.connectors.nixl.inbox._EARLY_S", 0.0)  # who is not known by now never will be
     prefill, decode = world.pair("push", BY_UCX)
-    endpoint = decode.ranks[0].worker.rank.endpoint
+    endpoint = decode.workers[0].rank.endpoint
     stranger = Listening("stranger", 4096, 0)
     posing = Listening("p/1/0", 4096, 0)
     try:
@@ -589,7 +587,7 @@ def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.Monkey
         # A word about an offer that was never made is well-formed, and ends nothing.
         assert (endpoint.num_bad_messages, endpoint._inbox.num_unknown_agents) == (3, 4)
         assert not endpoint._inbox._early
-        assert decode.ranks[0].worker.num_unexpected_errors == 0
+        assert decode.workers[0].num_unexpected_errors == 0
     finally:
         stranger.close()
         posing.close()

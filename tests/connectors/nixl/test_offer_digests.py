@@ -36,7 +36,7 @@ def pair(make: Any, path: str = "arena", clock: Clock = MONOTONIC) -> tuple[Engi
     prefill, decode = (make(Engine, name, options=options, clock=c) for name, c in (("p", MONOTONIC), ("d", clock)))
     prefill.meet(with_digests(decode))
     decode.meet(with_digests(prefill))
-    prefill.fill(SOURCE, TOKENS, 1)
+    prefill.fill_seeded(SOURCE, TOKENS, 1)
     return prefill, decode
 
 
@@ -51,7 +51,7 @@ def push(prefill: Engine, decode: Engine, key: str = "t", target: Sequence[int] 
 
 def tamper(prefill: Engine, change: Callable[[OfferDigests], Sequence[Wire]]) -> None:
     """What prefill says of digests is said otherwise from now on."""
-    endpoint = prefill.ranks[0].worker.rank.endpoint
+    endpoint = prefill.workers[0].rank.endpoint
     send = endpoint.send
 
     def said(blob: Any, message: Wire) -> None:
@@ -62,7 +62,7 @@ def tamper(prefill: Engine, change: Callable[[OfferDigests], Sequence[Wire]]) ->
 
 
 def receiver_of(decode: Engine) -> Any:
-    return decode.ranks[0].worker._receiver
+    return decode.workers[0]._receiver
 
 
 @pytest.fixture(name="hold")
@@ -85,11 +85,11 @@ def test_an_offer_is_read_while_its_digests_are_made(make: Any, hold: threading.
     prefill, decode = pair(make)
     push(prefill, decode)
     wait_until_true(lambda: not decode.wrong_tokens(TARGET, 0, TOKENS, 1), "the blocks have been read")
-    assert not decode.ranks[0].worker.get_finished()
-    assert prefill.ranks[0].worker.num_open_jobs == 1
+    assert not decode.workers[0].get_finished()
+    assert prefill.workers[0].num_open_jobs == 1
     hold.set()
-    assert decode.outcome("t").code == ""
-    assert prefill.outcome("t").code == ""
+    assert decode.ended("t").code == ""
+    assert prefill.ended("t").code == ""
     assert not receiver_of(decode)._senders
 
 
@@ -99,8 +99,8 @@ def test_a_receive_that_is_cancelled_while_digests_are_awaited_ends_at_once(
     prefill, decode = pair(make)
     push(prefill, decode)
     wait_until_true(lambda: not decode.wrong_tokens(TARGET, 0, TOKENS, 1), "the blocks have been read")
-    decode.ranks[0].worker.cancel(("t", 1), "receive")
-    assert decode.outcome("t").code == TransferCancelled.code
+    decode.workers[0].cancel(("t", 1), "receive")
+    assert decode.ended("t").code == TransferCancelled.code
     hold.set()
     wait_until_true(lambda: not receiver_of(decode)._senders, "the offer is answered")
     assert "damaged" not in caplog.text
@@ -111,10 +111,10 @@ def test_a_send_that_is_cancelled_after_it_was_read_still_says_its_digests(make:
     prefill, decode = pair(make)
     push(prefill, decode)
     wait_until_true(lambda: any(arrival.read for arrival in opened(decode)), "the offer has been read")
-    prefill.ranks[0].worker.cancel(("t", 1), "send")
+    prefill.workers[0].cancel(("t", 1), "send")
     hold.set()
-    assert decode.outcome("t").code == ""
-    assert prefill.outcome("t").code == TransferCancelled.code
+    assert decode.ended("t").code == ""
+    assert prefill.ended("t").code == TransferCancelled.code
 
 
 def opened(decode: Engine) -> list[Any]:
@@ -141,32 +141,32 @@ def test_what_comes_without_its_digests_is_damaged(
     change, what = LIES[lie]
     clock = VirtualClock()
     prefill, decode = pair(make, path, clock)
-    send = prefill.ranks[0].worker.rank.endpoint.send
+    send = prefill.workers[0].rank.endpoint.send
     tamper(prefill, change)
     with caplog.at_level(logging.WARNING):
         push(prefill, decode)
         if lie in ("never", "of another offer"):
             wait_until_true(lambda: any(arrival.read for arrival in opened(decode)), "the offer has been read")
             clock.advance(60.0)
-        assert decode.outcome("t").code == KVCorrupted.code
+        assert decode.ended("t").code == KVCorrupted.code
     assert f"transfer t, attempt 1: tokens [0, {TOKENS})" in caplog.text
     assert what in caplog.text
-    assert prefill.outcome("t").code
+    assert prefill.ended("t").code
     wait_until_true(lambda: not receiver_of(decode)._senders, "the offer is answered")
-    prefill.ranks[0].worker.rank.endpoint.send = send
+    prefill.workers[0].rank.endpoint.send = send
     push(prefill, decode, "again")
-    assert decode.outcome("again").code == ""
+    assert decode.ended("again").code == ""
 
 
 def test_what_one_sender_makes_a_receiver_keep_is_bounded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = pair(make)
     monkeypatch.setattr(receiver, "MAX_OPEN_BYTES", 40)
     push(prefill, decode)
-    assert decode.outcome("t").code == KVCorrupted.code
+    assert decode.ended("t").code == KVCorrupted.code
     monkeypatch.setattr(receiver, "MAX_OPEN_BYTES", 1)
     push(prefill, decode, "u")
-    assert prefill.outcome("u").code == TransferError.code
-    decode.ranks[0].worker.cancel(("u", 1), "receive")
+    assert prefill.ended("u").code == TransferError.code
+    decode.workers[0].cancel(("u", 1), "receive")
     wait_until_true(lambda: not receiver_of(decode)._senders, "nothing is kept")
 
 
@@ -186,7 +186,7 @@ def test_digests_of_another_transfer_are_not_this_ones(make: Any) -> None:
     push(prefill, decode, "u", [20, 21, 22, 23])
     codes: dict[tuple[str, int], str] = {}
     while len(codes) < 2:
-        codes |= {key: outcome.code for found in decode.ranks[0].results() for key, outcome in found.items()}
+        codes |= {key: outcome.code for found in decode.next_results() for key, outcome in found.items()}
     assert codes == {("t", 1): KVCorrupted.code, ("u", 1): KVCorrupted.code}
 
 
@@ -196,8 +196,8 @@ def test_digests_that_come_twice_count_once(make: Any) -> None:
     other = make(Engine, "o", options={"mode": "push"})
     decode.meet(with_digests(prefill), with_digests(other))
     other.meet(with_digests(decode))
-    to_decode = next(iter(prefill.ranks[0].worker.rank.endpoint.peers.ranks_of("d", "1")))
-    foreign = other.ranks[0].worker.rank.endpoint
+    to_decode = next(iter(prefill.workers[0].rank.endpoint.peers.ranks_of("d", "1")))
+    foreign = other.workers[0].rank.endpoint
 
     def say_more(said: OfferDigests) -> list[Wire]:
         foreign.send(to_decode, OfferDigests(said.offer, bytes(32)))
@@ -205,14 +205,14 @@ def test_digests_that_come_twice_count_once(make: Any) -> None:
 
     tamper(prefill, say_more)
     push(prefill, decode)
-    assert decode.outcome("t").code == ""
+    assert decode.ended("t").code == ""
     assert decode.wrong_tokens(TARGET, 0, TOKENS, 1) == []
     wait_until_true(lambda: not receiver_of(decode)._senders, "the offer is answered")
 
 
 def test_an_offer_that_is_made_twice_is_read_once(make: Any, hold: threading.Event) -> None:
     prefill, decode = pair(make)
-    endpoint, offers = prefill.ranks[0].worker.rank.endpoint, []
+    endpoint, offers = prefill.workers[0].rank.endpoint, []
     send = endpoint.send
 
     def note(blob: Any, message: Wire) -> None:
@@ -223,10 +223,10 @@ def test_an_offer_that_is_made_twice_is_read_once(make: Any, hold: threading.Eve
     push(prefill, decode)
     wait_until_true(lambda: any(arrival.read for arrival in opened(decode)), "the offer has been read")
     send(*offers[0])
-    inbox = decode.ranks[0].worker.rank.endpoint._inbox
+    inbox = decode.workers[0].rank.endpoint._inbox
     wait_until_true(lambda: inbox.num_bad_messages == 1, "the second one is refused")
     hold.set()
-    assert decode.outcome("t").code == ""
+    assert decode.ended("t").code == ""
 
 
 def test_a_sender_that_is_gone_leaves_nothing_behind(make: Any, hold: threading.Event) -> None:
@@ -237,5 +237,5 @@ def test_a_sender_that_is_gone_leaves_nothing_behind(make: Any, hold: threading.
     decode.meet()
     assert not receiver_of(decode)._senders
     hold.set()
-    decode.ranks[0].worker.cancel(("t", 1), "receive")
-    assert decode.outcome("t").code == TransferCancelled.code
+    decode.workers[0].cancel(("t", 1), "receive")
+    assert decode.ended("t").code == TransferCancelled.code

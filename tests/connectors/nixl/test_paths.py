@@ -55,16 +55,16 @@ def pull(prefill: Any, decode: Engine, key: str) -> str:
     if isinstance(prefill, RemoteEngine):
         prefill.call("fill", BLOCKS, TOKENS, 1)
     else:
-        prefill.fill(BLOCKS, TOKENS, 1)
+        prefill.fill_seeded(BLOCKS, TOKENS, 1)
     decode.load(awaiting(prefill.hand_off(key, BLOCKS, TOKENS)), [9, 2, 4, 6])
-    code = decode.outcome(key).code
+    code = decode.ended(key).code
     if not code:
         assert decode.wrong_tokens([9, 2, 4, 6], 0, TOKENS, 1) == []
     return code
 
 
 def path_to(decode: Engine, engine: str = "p") -> str | None:
-    return decode.ranks[0].worker.get_stats()[""].paths.get(engine)
+    return decode.workers[0].get_stats()[""].paths.get(engine)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_addresses_where_nothing_is_are_a_typed_error(make: Any) -> None:
     theirs, ours = make(Engine, "p", options={"path": "cma"}), make(Engine, "d", options={"path": "cma"})
     pool = blob_of(theirs.card).pool
     ours.meet(changed(theirs.card, pool=msgspec.structs.replace(pool, address=4096)))
-    before = ours.ranks[0].kv.clone()
+    before = ours.pools[0].clone()
     assert pull(theirs, ours, "t") == PeerGone.code
-    assert bool((ours.ranks[0].kv == before).all())
+    assert bool((ours.pools[0] == before).all())
 
 
 @pytest.mark.parametrize("path", ["arena", "cma"])
@@ -163,7 +163,7 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monk
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     prefill.meet(decode.card)
     decode.meet(prefill.card)
-    source = decode.ranks[0].worker.rank.endpoint.sources.source(blob_of(prefill.card))
+    source = decode.workers[0].rank.endpoint.sources.source(blob_of(prefill.card))
     reached, go_on = threading.Event(), threading.Event()
     real = source.copy
 
@@ -174,20 +174,20 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monk
 
     monkeypatch.setattr(source, "copy", copy)
     ticket = decode.load(view("t", kv="await_peer", num_tokens=TOKENS + 1), [9, 2, 4, 6])
-    prefill.fill(BLOCKS, TOKENS, 1)
+    prefill.fill_seeded(BLOCKS, TOKENS, 1)
     prefill.push("t", ticket, BLOCKS, 0, TOKENS, last=True)
     assert reached.wait(20.0)
     errors: list[str] = []
-    endpoint = decode.ranks[0].worker.rank.endpoint
+    endpoint = decode.workers[0].rank.endpoint
     monkeypatch.setattr(endpoint, "try_send", lambda blob, message: errors.append(message.code) or True)
-    prefill.ranks[0].worker.cancel(("t", 1), "send")
-    assert prefill.outcome("t").code == "transfer_cancelled"
+    prefill.workers[0].cancel(("t", 1), "send")
+    assert prefill.ended("t").code == "transfer_cancelled"
     go_on.set()
-    decode.ranks[0].worker._receiver.shutdown()
+    decode.workers[0]._receiver.shutdown()
     assert errors == [StaleGeneration.code]
-    assert decode.ranks[0].worker.num_open_jobs == 1  # nothing has arrived
-    decode.ranks[0].worker.cancel(("t", 1), "receive")
-    assert decode.outcome("t").code == "transfer_cancelled"
+    assert decode.workers[0].num_open_jobs == 1  # nothing has arrived
+    decode.workers[0].cancel(("t", 1), "receive")
+    assert decode.ended("t").code == "transfer_cancelled"
 
 
 @pytest.mark.parametrize("path", ["arena", "cma"])
@@ -195,7 +195,7 @@ def test_a_word_that_no_sender_has_is_a_typed_error(make: Any, path: str) -> Non
     options = {"mode": "push", "path": path}
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     decode.meet(prefill.card)
-    source = decode.ranks[0].worker.rank.endpoint.sources.source(blob_of(prefill.card))
+    source = decode.workers[0].rank.endpoint.sources.source(blob_of(prefill.card))
     for number in (-1, 4096, 2**40):
         with pytest.raises(Exception, match="word"):
             source.word(number)
@@ -211,9 +211,9 @@ def test_offers_that_nobody_expects_are_kept_so_many_at_most(make: Any, monkeypa
     decode = make(Engine, "d", options={"mode": "push"})
     senders = [make(Engine, name, options={"mode": "push"}) for name in "pqr"]
     decode.meet(*(sender.card for sender in senders))
-    receiver = decode.ranks[0].worker._receiver
+    receiver = decode.workers[0]._receiver
     answers: list[tuple[str, str]] = []
-    endpoint = decode.ranks[0].worker.rank.endpoint
+    endpoint = decode.workers[0].rank.endpoint
     monkeypatch.setattr(endpoint, "try_send", lambda blob, message: answers.append((blob.agent, message.code)) or True)
     for number in range(MAX_EARLY):
         for sender in senders[:2]:
@@ -238,7 +238,7 @@ def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
     prefill, decode = (make(Engine, name, options={"mode": "push"}) for name in "pd")
     decode.meet(prefill.card)
     decode.load(view("t", kv="await_peer", num_tokens=TOKENS + 1), [9, 2, 4, 6])
-    worker, blob = decode.ranks[0].worker, blob_of(prefill.card)
+    worker, blob = decode.workers[0], blob_of(prefill.card)
     receiver, go_on = worker._receiver, threading.Event()
     answers: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
@@ -269,19 +269,19 @@ def test_an_offer_of_what_lies_outside_the_pool_is_refused(make: Any, path: str,
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     prefill.meet(msgspec.structs.replace(decode.card, kv_checksum=checksum))
     decode.meet(msgspec.structs.replace(prefill.card, kv_checksum=checksum))
-    prefill.fill(BLOCKS, TOKENS, 1)
+    prefill.fill_seeded(BLOCKS, TOKENS, 1)
     ticket = decode.load(view("t", kv="await_peer", num_tokens=TOKENS + 1), [9, 2, 4, 6])
-    worker, blob = decode.ranks[0].worker, blob_of(prefill.card)
-    layout, before = prefill.layout, decode.ranks[0].kv.clone()
+    worker, blob = decode.workers[0], blob_of(prefill.card)
+    layout, before = prefill.layout, decode.pools[0].clone()
     piece = PieceRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, TOKENS)
     for first in (prefill.card.num_blocks - 3, MAX_BLOCK_ID - 3):
         offered = pack_blocks(np.arange(first, first + 4))
         offer = Offer("t", 1, 1, 0, blob.nonce, whole, offered, 0, piece)
         with pytest.raises(TransferError, match="of the peer's pool of"):
             worker._receiver._read(blob, offer)
-    assert bool((decode.ranks[0].kv == before).all())
+    assert bool((decode.pools[0] == before).all())
     prefill.push("t", ticket, BLOCKS, 0, TOKENS, last=True)
-    assert decode.outcome("t").code == ""
+    assert decode.ended("t").code == ""
     assert decode.wrong_tokens([9, 2, 4, 6], 0, TOKENS, 1) == []
 
 

@@ -37,7 +37,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
 
 
 def hand_off(source: Engine) -> RequestView:
-    return view("t", kv="await_peer", num_tokens=41, handoff=source.hand_off(SOURCE, 40))
+    return view("t", kv="await_peer", num_tokens=41, handoff=source.offer(SOURCE, 40))
 
 
 def loads_behind_a_late_step(recorded: RecordedStreams, kv_checksum: ChecksumMode) -> bool:
@@ -55,7 +55,7 @@ def loads_behind_a_late_step(recorded: RecordedStreams, kv_checksum: ChecksumMod
             decode.kv.index_fill_(0, torch.tensor(OWN), POISON)
             decode.earlier_steps.record()
         decode.start(request, OWN, 0)
-        outcome = decode.outcome(request)
+        outcome = decode.loaded(request)
         arrived = decode.kv[OWN].clone()
         recorded.finish_all()  # what comes later must not write there
         return not outcome.code and torch.equal(arrived, kv) and torch.equal(decode.kv[OWN], kv)
@@ -87,7 +87,7 @@ def test_a_load_whose_digests_cannot_be_made_ends_behind_its_copy(monkeypatch: p
         request = hand_off(prefill)
         monkeypatch.setattr(PoolDigests, "queue", run_out_of_memory)
         decode.start(request, OWN, 0)
-        assert decode.outcome(request).code
+        assert decode.loaded(request).code
         then = decode.kv[OWN].clone()
         recorded.finish_all()
         assert torch.equal(decode.kv[OWN], then)
@@ -104,7 +104,7 @@ def test_a_source_that_ends_while_it_is_copied_from_has_given_nothing(
     gate.wait()
     prefill.close()
     gate.opened.set()
-    assert decode.outcome(request).code == "peer_gone"
+    assert decode.loaded(request).code == "peer_gone"
 
 
 def test_a_device_that_this_one_does_not_reach_is_named_once_and_its_prompts_are_computed(
@@ -117,7 +117,7 @@ def test_a_device_that_this_one_does_not_reach_is_named_once_and_its_prompts_are
     request = hand_off(prefill)
     with caplog.at_level(logging.WARNING):
         decode.start(request, OWN, 0)
-        assert decode.outcome(request).code == "incompatible_peers"
+        assert decode.loaded(request).code == "incompatible_peers"
         assert decode.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
     assert [record.message for record in caplog.records if "no peer access" in record.message] == [
         "no KV from engine p: memory of twin cannot be mapped on far: no peer access"
@@ -134,7 +134,7 @@ def test_a_pool_of_another_size_than_its_card_means_is_not_mapped(make_engine: E
     decode.meet(msgspec.structs.replace(prefill.card, rank_blobs=[lie]))
     request = hand_off(prefill)
     decode.start(request, OWN, 0)
-    assert decode.outcome(request).code == "incompatible_peers"
+    assert decode.loaded(request).code == "incompatible_peers"
 
 
 @pytest.mark.parametrize(("here", "there"), [("cpu", "cuda"), ("cuda", "cpu")])

@@ -43,17 +43,15 @@ def test_a_queued_load_is_dropped_at_once(make_engine: Engines, monkeypatch: pyt
     prefill, decode = make_engine("p"), make_engine("d", io_threads="1")
     decode.meet(prefill.card)
     gate = Gate(monkeypatch)
-    first, second = (
-        view(name, kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40)) for name in "ab"
-    )
+    first, second = (view(name, kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40)) for name in "ab")
     decode.start(first, [0, 1, 2], 0)
     gate.wait()
     decode.start(second, [3, 4, 5], 0)
     before = decode.kv[[3, 4, 5]].clone()
     decode.worker.cancel(second.transfer_key, "receive")
-    assert decode.outcome(second).code == "transfer_cancelled"
+    assert decode.loaded(second).code == "transfer_cancelled"
     gate.opened.set()
-    assert decode.outcome(first).code == ""
+    assert decode.loaded(first).code == ""
     assert gate.num_copies == 1
     assert torch.equal(decode.kv[[3, 4, 5]], before)
 
@@ -64,35 +62,35 @@ def test_a_running_load_fails_only_when_its_copy_has_stopped(
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
     gate = Gate(monkeypatch)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
     gate.wait()
     decode.worker.cancel(request.transfer_key, "receive")
     assert not decode.worker.get_finished()  # the blocks are still being written
     gate.opened.set()
-    assert decode.outcome(request).code == "transfer_cancelled"
+    assert decode.loaded(request).code == "transfer_cancelled"
 
 
 def test_cancels_after_the_end_are_counted_and_ignored(make_engine: Engines) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     decode.worker.cancel(request.transfer_key, "receive")
     decode.start(request, [0, 1, 2], 0)
-    assert decode.outcome(request).code == ""
+    assert decode.loaded(request).code == ""
     decode.worker.cancel(request.transfer_key, "receive")
     assert not decode.worker.get_finished()
     assert decode.worker.num_unknown_keys == 2
     decode.start(request, [0, 1, 2], 0)  # the same transfer again, after a preemption
-    assert decode.outcome(request).code == ""
+    assert decode.loaded(request).code == ""
 
 
 def test_a_load_past_its_deadline_fails(make_engine: Engines) -> None:
     prefill, decode = make_engine("p"), make_engine("d", load_timeout_s="1e-9")
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
-    assert decode.outcome(request).code == "transfer_timeout"
+    assert decode.loaded(request).code == "transfer_timeout"
 
 
 def test_an_unexpected_error_fails_the_load_and_not_the_thread(
@@ -100,27 +98,27 @@ def test_an_unexpected_error_fails_the_load_and_not_the_thread(
 ) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     with monkeypatch.context() as patch:
         for module in (shared_memory_worker, pool_copy):
             patch.setattr(module, "copy_pieces", lambda *_: 1 / 0)
         decode.start(request, [0, 1, 2], 0)
-        assert decode.outcome(request).code == "transfer_failed"
+        assert decode.loaded(request).code == "transfer_failed"
     assert "ZeroDivisionError" in caplog.text
     decode.start(request, [0, 1, 2], 0)
-    assert decode.outcome(request).code == ""
+    assert decode.loaded(request).code == ""
 
 
 @pytest.mark.parametrize(("successor", "code"), [(False, "peer_gone"), (True, "stale_epoch")])
 def test_loads_from_a_peer_that_left_fail(make_engine: Engines, successor: bool, code: str) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     num_tokens = decode.scheduler.get_num_new_matched_tokens(request, 0).num_tokens
     decode.scheduler.update_state_after_alloc(request, [[0, 1, 2]], num_tokens)
     decode.meet(*[make_engine("p", epoch="2").card] * successor)
     decode.step()
-    assert decode.outcome(request).code == code
+    assert decode.loaded(request).code == code
 
 
 @pytest.mark.parametrize(
@@ -138,7 +136,7 @@ def test_a_peer_that_cannot_be_mapped_now_is_mapped_later(
             raise OSError(number, os.strerror(number))
         return real(path, *rest, **named)
 
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_or_fail)
         decode.meet(prefill.card)
@@ -147,19 +145,19 @@ def test_a_peer_that_cannot_be_mapped_now_is_mapped_later(
         assert decode.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
     else:
         assert decode.start(request, [0, 1, 2], 0) == 40
-        assert decode.outcome(request).code == ""
+        assert decode.loaded(request).code == ""
 
 
 def test_a_copy_in_flight_outlives_its_peers_removal(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
     gate = Gate(monkeypatch)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
     gate.wait()
     decode.meet()
     gate.opened.set()
-    assert decode.outcome(request).code == ""
+    assert decode.loaded(request).code == ""
     assert torch.equal(decode.tokens([0, 1, 2], 0, 40), prefill.tokens([9, 3, 1], 0, 40))
 
 
@@ -167,7 +165,7 @@ def test_shutdown_ends_loads_in_flight(make_engine: Engines, monkeypatch: pytest
     prefill, decode = make_engine("p"), make_engine("d", io_threads="2")
     decode.meet(prefill.card)
     gate = Gate(monkeypatch)
-    requests = [view(n, kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40)) for n in "abc"]
+    requests = [view(n, kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40)) for n in "abc"]
     for i, request in enumerate(requests):
         decode.start(request, [3 * i, 3 * i + 1, 3 * i + 2], 0)
     gate.wait()
@@ -211,7 +209,7 @@ def test_incompatible_peers_are_named_once_and_not_used(
     with caplog.at_level(logging.WARNING):
         decode.scheduler.update_peers([card])
         decode.scheduler.update_peers([card])
-        request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+        request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
         assert decode.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
     assert len(caplog.messages) == 1
     assert text in caplog.messages[0]
@@ -287,9 +285,9 @@ def test_everything_is_given_back() -> None:
     prefill, decode = Engine("p"), Engine("d")
     alone = _resources()
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
-    assert decode.outcome(request).code == ""
+    assert decode.loaded(request).code == ""
     assert _resources()[1] <= alone[1] + 1  # both sides have one view of the peer
     decode.meet()
     _wait_for_resources(alone)

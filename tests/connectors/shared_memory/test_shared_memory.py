@@ -39,10 +39,10 @@ def test_handed_off_tokens_arrive_and_nothing_else_changes(
     source = [i * 7 % 48 for i in range(3, 3 + -(-num_tokens // source_size))]
     own = [i * 11 % 48 for i in range(5, 5 + -(-num_tokens // own_size))]
     before, sent = decode.kv.clone(), prefill.kv.clone()
-    request = view("t", kv="await_peer", num_tokens=num_tokens + 1, handoff=prefill.hand_off(source, num_tokens))
+    request = view("t", kv="await_peer", num_tokens=num_tokens + 1, handoff=prefill.offer(source, num_tokens))
 
     assert decode.start(request, own, start) == num_tokens - start
-    outcome = decode.outcome(request)
+    outcome = decode.loaded(request)
     assert outcome.code == ""
     assert outcome.num_bytes > 0
     assert torch.equal(decode.tokens(own, start, num_tokens), prefill.tokens(source, start, num_tokens))
@@ -56,9 +56,9 @@ def test_pools_of_other_dtypes(make_engine: Engines, dtype: torch.dtype) -> None
     layout = make_layout(dtype=str(dtype).removeprefix("torch."), dtype_bytes=dtype.itemsize)
     prefill, decode = make_engine("p", layout=layout), make_engine("d", layout=layout)
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
-    assert decode.outcome(request).num_bytes == 3 * layout.block_bytes
+    assert decode.loaded(request).num_bytes == 3 * layout.block_bytes
     assert decode.kv.dtype == dtype
     expected = prefill.kv.view(torch.uint8)[[9, 3]]
     assert expected.any()
@@ -76,7 +76,7 @@ def test_content_is_found_by_key_and_loaded(make_engine: Engines, source_size: i
     own = [i * 11 % 48 for i in range(12)]
     expected_stop = 189 // own_size * own_size
     assert engine.start(request, own, 32) == expected_stop - 32
-    assert engine.outcome(request).code == ""
+    assert engine.loaded(request).code == ""
     assert torch.equal(engine.tokens(own, 32, expected_stop), holder.tokens(source, 32, expected_stop))
 
 
@@ -88,7 +88,7 @@ def test_the_longest_chain_wins_and_only_whole_blocks_count(make_engine: Engines
     long.publish(chain(9), range(9))
     request = view("t", kv="local", num_tokens=400, block_keys=chain(24))
     assert engine.start(request, range(12), 0) == 8 * 16
-    assert engine.outcome(request).code == ""
+    assert engine.loaded(request).code == ""
     assert torch.equal(engine.tokens(range(4), 0, 128), long.tokens(range(8), 0, 128))
 
 
@@ -116,12 +116,12 @@ def test_what_decode_generated_is_found_by_the_next_turn(make_engine: Engines) -
     prefill.meet(decode.card, third.card)
     turn = view("turn-2", kv="handoff", num_tokens=120, block_keys=chain(7))
     assert prefill.start(turn, range(8), 0) == 96
-    assert prefill.outcome(turn).code == ""
+    assert prefill.loaded(turn).code == ""
     prefill.publish(chain(6), range(6))
     third.meet(prefill.card)
     again = view("turn-3", kv="local", num_tokens=120, block_keys=chain(7))
     assert third.start(again, range(20, 28), 0) == 96
-    assert third.outcome(again).code == ""
+    assert third.loaded(again).code == ""
     assert torch.equal(third.tokens(range(20, 26), 0, 96), decode.tokens([40, 3, 9, 10, 11, 2], 0, 96))
 
 
@@ -131,11 +131,11 @@ def test_what_decode_generated_is_found_by_the_next_turn(make_engine: Engines) -
 def test_a_read_after_reuse_is_refused(make_engine: Engines) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     before = decode.kv.clone()
     prefill.table.reuse(1)  # the partial tail
     decode.start(request, [0, 1, 2], 0)
-    assert decode.outcome(request).code == "stale_generation"
+    assert decode.loaded(request).code == "stale_generation"
     assert torch.equal(decode.kv, before)
 
 
@@ -149,16 +149,16 @@ def test_reuse_during_the_copy_is_refused(make_engine: Engines, monkeypatch: pyt
     gate.wait()
     prefill.table.reuse(5)
     gate.opened.set()
-    assert decode.outcome(request).code == "stale_generation"
+    assert decode.loaded(request).code == "stale_generation"
 
 
 def test_a_block_outside_the_wanted_range_does_not_matter(make_engine: Engines) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     prefill.table.reuse(9)
     decode.start(request, [0, 1, 2], 16)
-    assert decode.outcome(request).code == ""
+    assert decode.loaded(request).code == ""
 
 
 # --- hand-offs that name nothing ------------------------------------------------------------------------------------
@@ -186,17 +186,17 @@ def test_without_a_hand_off_the_answer_is_not_known_yet(make_engine: Engines) ->
 def test_unusable_hand_offs_do_not_match(make_engine: Engines, changes: dict[str, Any]) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40, **changes))
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40, **changes))
     assert decode.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
 
 
 def test_blocks_outside_the_pool_are_not_read(make_engine: Engines) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
-    handoff = prefill.hand_off([9, 3, 1], 40, payload=pack_blocks([9, 3, 48], [0, 0, 0]))
+    handoff = prefill.offer([9, 3, 1], 40, payload=pack_blocks([9, 3, 48], [0, 0, 0]))
     request = view("t", kv="await_peer", num_tokens=41, handoff=handoff)
     decode.start(request, [0, 1, 2], 0)
-    assert decode.outcome(request).code == "kv_not_found"
+    assert decode.loaded(request).code == "kv_not_found"
 
 
 def test_a_payload_is_short_for_adjacent_blocks_and_bounded_for_scattered_ones(make_engine: Engines) -> None:
@@ -219,6 +219,6 @@ def test_an_allocation_without_a_source_fails_with_a_reason(make_engine: Engines
     engine.scheduler.update_state_after_alloc(request, [range(7)], 64)
     engine.scheduler.update_state_after_alloc(request, [range(7)], 64)  # idempotent: one load, one answer
     engine.step()
-    assert engine.outcome(request).code == "kv_not_found"
+    assert engine.loaded(request).code == "kv_not_found"
     engine.step()
     assert not engine.worker.get_finished()

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
-from engines import at_rest, of_type, output_of, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Expected, oracle
-from peer_groups import engines_of, run_to_rest, settle
 from store_rig import AMPLE, FaultyStore, MakeEngine, chain, engines, make_layout, view
 
 from pdkv.connectors.base import ConnectorConfig
@@ -25,7 +22,8 @@ from pdkv.engine.kv_groups import kept_from
 from pdkv.errors import ConfigError
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.registry import open_store
-from pdkv.wire.messages import EngineToRouter, Finished, HandedOff, KVGroup, KVReady, Loaded, Release, Submit
+from pdkv.testing.engine import SideBySide, at_rest, of_type, output_of, submit
+from pdkv.wire.messages import EngineToRouter, Finished, KVGroup, Loaded, Submit
 
 FULL, WINDOW, SMALL = KVGroup((0,)), KVGroup((1,), 40), KVGroup((2,), 17)
 SHAPES = [
@@ -144,31 +142,6 @@ def test_lookups_of_windows_ask_from_the_end(store: FaultyStore, make: MakeEngin
 # --- engines ------------------------------------------------------------------------------------------------------
 
 
-def answer(core: EngineCore, request: Submit) -> list[EngineToRouter]:
-    """All of a request's messages, once the engine is at rest: whatever it saves is saved."""
-    core.handle("r", request, 0.0)
-    messages = run_to_rest([core])
-    settle(core)
-    return messages + [m for _, batch in core.take_messages(0.0) for m in batch]
-
-
-def hand_over(prefill: EngineCore, decode: EngineCore, request: Submit) -> list[EngineToRouter]:
-    """One request, prefill first. Returns decode's messages."""
-    messages = answer(prefill, msgspec.structs.replace(request, kv="handoff", until="first_token"))
-    (handed_off,) = of_type(messages, HandedOff)
-    assert isinstance(handed_off, HandedOff)
-    assert [m.ok for m in messages if isinstance(m, KVReady)] == [True]
-    first = output_of(messages, request.request_id)
-    asked = msgspec.structs.replace(request, kv="await_peer", output_token_ids=first, handoff=handed_off.handoff)
-    decode.handle("r", asked, 0.0)
-    decode.handle("r", KVReady(request.request_id, request.attempt, True), 0.0)
-    messages = run_to_rest([decode])
-    prefill.handle("r", Release(request.transfer_id, 0), 0.0)
-    settle(prefill)
-    settle(decode)
-    return messages
-
-
 def forget(core: EngineCore) -> None:
     """Nothing is in the engine's own cache any more."""
     pool = core.scheduler.kv.pool
@@ -199,12 +172,15 @@ def models(hf_model: Callable[..., Path]) -> Families:
 
 
 @contextmanager
-def stored(model: Path, **options: str) -> Iterator[tuple[EngineCore, EngineCore, MemoryStore]]:
+def stored(model: Path, **options: str) -> Iterator[tuple[SideBySide, MemoryStore]]:
     """Two engines over a store of their own, which stays as long as the block."""
     url = f"memory://{uuid.uuid4()}"
-    with open_store(url) as store, engines_of(model, "store", {"url": url, **AMPLE, **options}) as (prefill, decode):
+    with (
+        open_store(url) as store,
+        SideBySide.of_model(model, "store", {"url": url, **AMPLE, **options}) as engines,
+    ):
         assert isinstance(store, MemoryStore)
-        yield prefill, decode, store
+        yield engines, store
 
 
 def expect(model: Path, num_tokens: int, num_output: int = 12) -> Expected:
@@ -222,9 +198,10 @@ def test_tokens_and_bytes_of_a_hand_off(models: Families, family: str, num_token
     """The tokens are those of transformers. A layer without a window takes all, one of 24 tokens two blocks or less."""
     model = models(family)
     expected = expect(model, num_tokens)
-    with stored(model) as (prefill, decode, _):
-        messages = hand_over(prefill, decode, ask(expected, "a"))
-        assert [m.ok for m in of_type(messages, Loaded)] == [True]  # type: ignore[attr-defined]
+    with stored(model) as (engines, _):
+        decode = engines.decode.core
+        messages = engines.hand_over(ask(expected, "a"))
+        assert [m.ok for m in of_type(messages, Loaded)] == [True]
         assert output_of(messages, "a") == expected.output[1:]
         layout = decode.card.layout
         num_blocks = num_values = 0
@@ -242,16 +219,17 @@ def test_tokens_and_bytes_of_a_hand_off(models: Families, family: str, num_token
 def test_another_engine_finds_a_prompt_and_its_continuation(models: Families, family: str, load: str) -> None:
     model = models(family)
     expected = expect(model, 300, 40)
-    with stored(model, load=load) as (first, second, _):
-        messages = answer(first, ask(expected, "a"))
+    with stored(model, load=load) as (engines, _):
+        first, second = engines.prefill, engines.decode
+        messages = first.ask(ask(expected, "a"))
         assert output_of(messages, "a") == expected.output
         assert sources(messages) == (0, 300)
-        again = answer(second, ask(expected, "b"))
+        again = second.ask(ask(expected, "b"))
         assert output_of(again, "b") == expected.output
         assert sources(again) == (256, 44)
         longer = oracle(model).expect(lambda: [*expected.prompt, *expected.output, 7, 8, 9], 12)
-        forget(first)
-        messages = answer(first, ask(longer, "c"))
+        forget(first.core)
+        messages = first.ask(ask(longer, "c"))
         assert output_of(messages, "c") == longer.output
         assert sources(messages) == (320, 23), "what was generated is found, too"
 
@@ -261,17 +239,18 @@ def test_another_engine_finds_a_prompt_and_its_continuation(models: Families, fa
 def test_a_damaged_value_of_a_window_is_a_counted_miss(models: Families, family: str, load: str, group: int) -> None:
     model = models(family)
     expected = expect(model, 300)
-    with stored(model, load=load) as (first, second, store):
-        answer(first, ask(expected, "a"))
+    with stored(model, load=load) as (engines, store):
+        first, second = engines.prefill, engines.decode
+        first.ask(ask(expected, "a"))
         length = min(map(len, store._shelf._values)) + (2 if group else 0)  # the first group's keys name no group
         key = [key for key in store._shelf._values if len(key) == length][-1]
         value = store._shelf._values[key]
         value[len(value) // 3] ^= 1
-        messages = answer(second, ask(expected, "b"))
+        messages = second.ask(ask(expected, "b"))
         assert output_of(messages, "b") == expected.output
         assert sources(messages) == (0, 300), "what came of a window is for another end"
-        assert second.external.num_damaged == 1
-        assert at_rest(second)
-        for core, name in ((first, "c"), (second, "d")):  # saved anew by the second one
-            forget(core)
-            assert sources(answer(core, ask(expected, name)))[0] == 256
+        assert second.core.external.num_damaged == 1
+        assert at_rest(second.core)
+        for engine, name in ((first, "c"), (second, "d")):  # saved anew by the second one
+            forget(engine.core)
+            assert sources(engine.ask(ask(expected, name)))[0] == 256

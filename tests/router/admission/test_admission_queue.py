@@ -1,11 +1,11 @@
 """The queue in front of dispatch: who begins at once, who waits, who is refused, and how everybody leaves."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-from asgi_client import run
 from fake_dispatcher import FakeDispatcher, FakeGeneration, tokens
 from scripted_engine import make_request
 
@@ -67,12 +67,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def case(rig: Rig, body: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await body()
-        rig.check_rest()
-
-    run(main())
+@contextlib.asynccontextmanager
+async def case(rig: Rig) -> AsyncIterator[None]:
+    """Nothing is left of anybody at the end."""
+    yield
+    rig.check_rest()
 
 
 def test_where_there_is_room_a_generation_begins_without_a_switch_to_another_task() -> None:
@@ -83,10 +82,9 @@ def test_where_there_is_room_a_generation_begins_without_a_switch_to_another_tas
     rig.check_rest()
 
 
-def test_who_waits_begins_when_another_one_ends() -> None:
+async def test_who_waits_begins_when_another_one_ends() -> None:
     rig = Rig(num_slots=1)
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit() as first, rig.visit() as second:
             await rig.start(first)
             waiting = rig.start(second)
@@ -96,13 +94,10 @@ def test_who_waits_begins_when_another_one_ends() -> None:
             assert (await waiting) is rig.dispatcher.generations[1]
             await rig.end(1)
 
-    case(rig, body)
 
-
-def test_the_time_in_the_queue_is_part_of_the_deadline() -> None:
+async def test_the_time_in_the_queue_is_part_of_the_deadline() -> None:
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit() as visit:
             waiting = rig.start(visit, timeout_s=60.0)
             await settle()
@@ -112,13 +107,10 @@ def test_the_time_in_the_queue_is_part_of_the_deadline() -> None:
             assert rig.dispatcher.requests[0].timeout_s == pytest.approx(15.0)
             await rig.end(0)
 
-    case(rig, body)
 
-
-def test_a_deadline_that_passes_in_the_queue_ends_the_wait() -> None:
+async def test_a_deadline_that_passes_in_the_queue_ends_the_wait() -> None:
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit() as visit:
             with pytest.raises(RequestTimeout, match=r"no engine had room for the request within 0\.01 s"):
                 await rig.start(visit, timeout_s=0.01)
@@ -127,14 +119,11 @@ def test_a_deadline_that_passes_in_the_queue_ends_the_wait() -> None:
         await settle()
         assert rig.dispatcher.generations == []
 
-    case(rig, body)
 
-
-def test_a_client_that_leaves_leaves_the_queue_at_once() -> None:
+async def test_a_client_that_leaves_leaves_the_queue_at_once() -> None:
     """By a closed visit, and by a cancelled task."""
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit(lengths=(20, 20), n=2) as visit, rig.visit() as other:
             waiting = [rig.start(visit) for _ in range(2)]
             cancelled = rig.start(other)
@@ -153,13 +142,10 @@ def test_a_client_that_leaves_leaves_the_queue_at_once() -> None:
         await settle()
         assert rig.dispatcher.generations == []
 
-    case(rig, body)
 
-
-def test_a_generation_that_begins_as_its_owner_is_cancelled_has_been_delivered() -> None:
+async def test_a_generation_that_begins_as_its_owner_is_cancelled_has_been_delivered() -> None:
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         delivered: list[Any] = []
         with rig.visit() as visit:
             task = asyncio.ensure_future(visit.start(make_request(), delivered.append))
@@ -172,25 +158,19 @@ def test_a_generation_that_begins_as_its_owner_is_cancelled_has_been_delivered()
             assert delivered == rig.dispatcher.generations
             delivered[0].abort()
 
-    case(rig, body)
 
-
-def test_a_visit_that_is_closed_starts_nothing() -> None:
+async def test_a_visit_that_is_closed_starts_nothing() -> None:
     rig = Rig(num_slots=1)
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit() as visit:
             visit.close()
             with pytest.raises(RequestAborted):
                 await rig.start(visit)
 
-    case(rig, body)
 
-
-def test_what_dispatch_raises_reaches_who_waits_and_the_next_one_has_its_turn() -> None:
+async def test_what_dispatch_raises_reaches_who_waits_and_the_next_one_has_its_turn() -> None:
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit() as first, rig.visit() as second:
             tasks = [rig.start(first), rig.start(second)]
             await settle()
@@ -199,8 +179,6 @@ def test_what_dispatch_raises_reaches_who_waits_and_the_next_one_has_its_turn() 
             for task in tasks:
                 with pytest.raises(EngineUnavailable):
                     await task
-
-    case(rig, body)
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -232,11 +210,10 @@ def test_a_request_that_comes_alone_may_be_larger_than_the_queue() -> None:
     rig.check_rest()
 
 
-def test_choices_that_come_later_have_their_place_from_the_beginning() -> None:
+async def test_choices_that_come_later_have_their_place_from_the_beginning() -> None:
     """A stream that has begun is never told that the queue is full."""
     rig = Rig(num_slots=1, max_queued_requests=3)
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit(n=3) as visit:
             first = await rig.start(visit)
             assert (rig.admission.num_pending, rig.admission.pending_tokens) == (2, 32)
@@ -249,8 +226,6 @@ def test_choices_that_come_later_have_their_place_from_the_beginning() -> None:
             rig.dispatcher.generations[1].abort()
             await siblings[1]
             rig.dispatcher.generations[2].abort()
-
-    case(rig, body)
 
 
 @pytest.mark.parametrize(
@@ -272,10 +247,9 @@ def test_no_key_fills_the_queue_and_whoever_comes_next_has_room(
     rig.check_rest()
 
 
-def test_the_time_to_wait_is_what_the_queue_takes_at_the_rate_of_late() -> None:
+async def test_the_time_to_wait_is_what_the_queue_takes_at_the_rate_of_late() -> None:
     rig = Rig(num_slots=1000, max_queued_tokens=6000)
-
-    async def body() -> None:
+    async with case(rig):
         for _ in range(40):
             with rig.visit(lengths=(995,)) as visit:
                 await begin(visit, make_request(995, max_tokens=5))
@@ -286,13 +260,10 @@ def test_the_time_to_wait_is_what_the_queue_takes_at_the_rate_of_late() -> None:
         rig.now += 1000.0
         assert rig.admission.retry_after_s == 1.0
 
-    case(rig, body)
 
-
-def test_draining_refuses_who_comes_and_serves_who_waits() -> None:
+async def test_draining_refuses_who_comes_and_serves_who_waits() -> None:
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit() as visit:
             waiting = rig.start(visit)
             await settle()
@@ -304,8 +275,6 @@ def test_draining_refuses_who_comes_and_serves_who_waits() -> None:
             await rig.end(0)
         rig.admission.resume()
         rig.visit().close()
-
-    case(rig, body)
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -324,21 +293,17 @@ async def order_of(rig: Rig, tasks: list["asyncio.Task[FakeGeneration]"]) -> lis
     return order
 
 
-def test_a_more_urgent_generation_passes_those_that_wait() -> None:
+async def test_a_more_urgent_generation_passes_those_that_wait() -> None:
     rig = Rig(best_priority=-5)
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit(n=4) as visit:
             tasks = [rig.start(visit, priority=priority, choice=i) for i, priority in enumerate((7, 0, -5, 0))]
             assert await order_of(rig, tasks) == [2, 1, 3, 0]
 
-    case(rig, body)
 
-
-def test_keys_take_turns_by_their_weights() -> None:
+async def test_keys_take_turns_by_their_weights() -> None:
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         one, three = rig.tenant("one"), rig.tenant("three", weight=3.0)
         visits = [rig.visit(one) for _ in range(8)] + [rig.visit(three) for _ in range(8)]
         order = await order_of(rig, [rig.start(visit) for visit in visits])
@@ -346,14 +311,11 @@ def test_keys_take_turns_by_their_weights() -> None:
         for visit in visits:
             visit.close()
 
-    case(rig, body)
 
-
-def test_a_key_with_few_generations_passes_one_that_is_held_back() -> None:
+async def test_a_key_with_few_generations_passes_one_that_is_held_back() -> None:
     """F38. The other one has more than its share of the batches: it waits, though there is room."""
     rig = Rig(num_slots=9)
-
-    async def body() -> None:
+    async with case(rig):
         many, few = rig.tenant("many"), rig.tenant("few")
         rig.dispatcher.large, rig.dispatcher.num_seqs = {many.digest}, 2
         visits = [rig.visit(many) for _ in range(4)]
@@ -371,14 +333,11 @@ def test_a_key_with_few_generations_passes_one_that_is_held_back() -> None:
         for visit in visits:
             visit.close()
 
-    case(rig, body)
 
-
-def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_what_it_did_not_use() -> None:
+async def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_what_it_did_not_use() -> None:
     """Each request is charged 276 tokens and a place; those of "long" come to 2,760, those of "brief" to 27."""
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         tenants = {name: rig.tenant(name) for name in ("long", "brief")}
         used = {"long": 2760, "brief": 27}
         waiting: dict[asyncio.Task[FakeGeneration], Visit] = {}
@@ -409,14 +368,12 @@ def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_wha
             visit.close()
         await asyncio.gather(*waiting, return_exceptions=True)
 
-    case(rig, body)
 
-
-def test_a_key_pays_for_long_outputs_of_what_began_before_anybody_waited() -> None:
+async def test_a_key_pays_for_long_outputs_of_what_began_before_anybody_waited() -> None:
     """Each is taken to come to 276 tokens; the four of "early" come to 2,760, while two others wait beside its next."""
     rig = Rig(num_slots=4)
 
-    async def body() -> None:
+    async with case(rig):
         early, late = rig.tenant("early"), rig.tenant("late")
 
         def come(tenant: Tenant) -> tuple[Visit, asyncio.Task[FakeGeneration]]:
@@ -444,14 +401,11 @@ def test_a_key_pays_for_long_outputs_of_what_began_before_anybody_waited() -> No
         for number in range(4, 24):
             await rig.end(number)
 
-    case(rig, body)
 
-
-def test_others_do_not_wait_for_128_choices_of_one_request() -> None:
+async def test_others_do_not_wait_for_128_choices_of_one_request() -> None:
     """One anonymous client's n=128 of long prompts, and then short requests of others."""
     rig = Rig()
-
-    async def body() -> None:
+    async with case(rig):
         with rig.visit(lengths=(5000,), n=128) as big:
             tasks = [begin(big, make_request(5000, max_tokens=5))]
             tasks += [begin(big, make_request(5000, max_tokens=5, choice=i)) for i in range(1, 128)]
@@ -461,8 +415,6 @@ def test_others_do_not_wait_for_128_choices_of_one_request() -> None:
             assert set(order[:4]) == {128, 129, 130, 131}
             for visit in small:
                 visit.close()
-
-    case(rig, body)
 
 
 # --- a tenant's limits ------------------------------------------------------------------------------------------------
@@ -569,14 +521,13 @@ def test_a_priority_is_capped_by_the_grant() -> None:
     rig.tenant(best_priority=-3).check_priority(-3)
 
 
-def test_random_histories_leave_nothing_behind() -> None:
+async def test_random_histories_leave_nothing_behind() -> None:
     """Starts, ends, aborts, deadlines and cancellations in any order."""
     import random
 
     rng = random.Random(3)
     rig = Rig(num_slots=3, max_queued_requests=64)
-
-    async def body() -> None:
+    async with case(rig):
         visits: list[Visit] = []
         tasks: list[asyncio.Task[FakeGeneration]] = []
         for _ in range(600):
@@ -606,5 +557,3 @@ def test_random_histories_leave_nothing_behind() -> None:
             assert isinstance(result, expected), result
         for generation in rig.dispatcher.generations:
             generation.abort()
-
-    case(rig, body)

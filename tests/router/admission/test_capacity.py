@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from dispatch_rig import System, collect, run
+from dispatch_rig import System, collect, live
 from scripted_engine import make_card, make_request
 
 from pdkv.router.admission.admission_queue import Admission
@@ -148,19 +148,21 @@ async def waiting_for_decode(system: System) -> AsyncIterator["asyncio.Future[Ge
         yield waiting
 
 
-def test_requests_wait_for_the_return_of_a_role_that_is_gone() -> None:
-    async def body(system: System) -> None:
-        async with waiting_for_decode(system) as waiting:
-            system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
-            await collect(await waiting)
-
-    run(System(1, 1), body)
+async def test_requests_wait_for_the_return_of_a_role_that_is_gone() -> None:
+    async with live(System(1, 1)) as system, waiting_for_decode(system) as waiting:
+        system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
+        await collect(await waiting)
 
 
-def test_engines_never_have_more_than_they_can_take_and_everything_is_served() -> None:
+async def test_engines_never_have_more_than_they_can_take_and_everything_is_served() -> None:
     """100 prompts of 500 tokens on an engine whose step has 1,000: never more than two steps and the prompt behind."""
 
-    async def body(system: System) -> None:
+    class Large(System):
+        def card(self, name: str, **changes: Any) -> Any:
+            sizes = {"max_num_batched_tokens": 1000, "num_blocks": 10_000, "max_num_seqs": 64}
+            return super().card(name, **(sizes | changes))
+
+    async with live(Large(1, 1)) as system:
         admission = Admission(system.dispatcher)
         books = system.dispatcher.fleet.engines["prefill-0"].books
         most = 0
@@ -180,19 +182,9 @@ def test_engines_never_have_more_than_they_can_take_and_everything_is_served() -
         assert (admission.num_pending, admission.pending_tokens, admission.num_waiting) == (0, 0, 0)
         assert (system.dispatcher.room.kv_tokens, system.dispatcher.room.num_generations) == (0, 0)
 
-    class Large(System):
-        def card(self, name: str, **changes: Any) -> Any:
-            sizes = {"max_num_batched_tokens": 1000, "num_blocks": 10_000, "max_num_seqs": 64}
-            return super().card(name, **(sizes | changes))
 
-    run(Large(1, 1), body)
-
-
-def test_a_router_that_ends_tells_those_who_wait() -> None:
-    async def body(system: System) -> None:
-        async with waiting_for_decode(system) as waiting:
-            system.dispatcher.close()
-            with pytest.raises(Exception, match="the router is shutting down"):
-                await waiting
-
-    run(System(1, 1), body)
+async def test_a_router_that_ends_tells_those_who_wait() -> None:
+    async with live(System(1, 1)) as system, waiting_for_decode(system) as waiting:
+        system.dispatcher.close()
+        with pytest.raises(Exception, match="the router is shutting down"):
+            await waiting

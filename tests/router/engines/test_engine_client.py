@@ -55,25 +55,21 @@ def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_an_engine_is_connected_again_after_descriptors_ran_out(endpoint: str, context: Context) -> None:
+async def test_an_engine_is_connected_again_after_descriptors_ran_out(endpoint: str, context: Context) -> None:
     """F44: the attempt that failed was the last one, and the engine was lost until the router's restart."""
-
-    async def main() -> None:
-        listener = Listener()
-        client = EngineClient("decode-0", endpoint, router_id="r", context=context)
-        with no_descriptors():
-            client.connect(listener)
-            assert client._reconnect is not None
-        await listener.until(lambda: len(listener.cards) == 1)
-        client._lost("the test says so")
+    listener = Listener()
+    client = EngineClient("decode-0", endpoint, router_id="r", context=context)
+    with no_descriptors():
+        client.connect(listener)
         assert client._reconnect is not None
-        client._reconnect.cancel()
-        with no_descriptors():
-            client._open()
-        await listener.until(lambda: len(listener.cards) == 2)
-        client.close()
-
-    asyncio.run(main())
+    await listener.until(lambda: len(listener.cards) == 1)
+    client._lost("the test says so")
+    assert client._reconnect is not None
+    client._reconnect.cancel()
+    with no_descriptors():
+        client._open()
+    await listener.until(lambda: len(listener.cards) == 2)
+    client.close()
 
 
 def connect_with(num_free: int, client: EngineClient, listener: Listener) -> bool:
@@ -90,30 +86,26 @@ def connect_with(num_free: int, client: EngineClient, listener: Listener) -> boo
             os.close(hole)
 
 
-def test_an_attempt_that_gets_some_descriptors_keeps_none_of_them(
+async def test_an_attempt_that_gets_some_descriptors_keeps_none_of_them(
     endpoint: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The socket may come into being, and its monitor may not."""
     monkeypatch.setattr(engine_client, "RECONNECT_S", 1e6)
     context.socket(zmq.PAIR).close()  # the context has its own descriptors
-
-    async def main() -> None:
-        failed = []
-        for num_free in range(5):
-            before, client = num_open(), EngineClient("decode-0", endpoint, router_id="r", context=context)
-            failed.append(connect_with(num_free, client, Listener()))
-            if not failed[-1]:
-                client.close()
-            async with asyncio.timeout(TIMEOUT_S):
-                while num_open() > before:  # the context's thread closes sockets
-                    await asyncio.sleep(0)
+    failed = []
+    for num_free in range(5):
+        before, client = num_open(), EngineClient("decode-0", endpoint, router_id="r", context=context)
+        failed.append(connect_with(num_free, client, Listener()))
+        if not failed[-1]:
             client.close()
-        assert failed[:2] == [True, True]  # else there is nothing to see
+        async with asyncio.timeout(TIMEOUT_S):
+            while num_open() > before:  # the context's thread closes sockets
+                await asyncio.sleep(0)
+        client.close()
+    assert failed[:2] == [True, True]  # else there is nothing to see
 
-    asyncio.run(main())
 
-
-def test_beats_are_subscribed_to_again_after_descriptors_ran_out(
+async def test_beats_are_subscribed_to_again_after_descriptors_ran_out(
     endpoint: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beats that were expected and never came made the engine a suspect for ever."""
@@ -127,26 +119,19 @@ def test_beats_are_subscribed_to_again_after_descriptors_ran_out(
         return BeatReader(*args)
 
     monkeypatch.setattr(engine_client, "BeatReader", fail_twice)
-
-    async def main() -> None:
-        listener = Listener()
-        client = EngineClient("decode-0", endpoint, router_id="r", context=context)
-        client.connect(listener)
-        await listener.until(lambda: bool(listener.beats))
-        client.close()
-
-    asyncio.run(main())
+    listener = Listener()
+    client = EngineClient("decode-0", endpoint, router_id="r", context=context)
+    client.connect(listener)
+    await listener.until(lambda: bool(listener.beats))
+    client.close()
 
 
-def test_an_engine_takes_no_more_descriptors_than_are_kept_for_it(endpoint: str, context: Context) -> None:
-    async def main() -> None:
-        before = num_open()
-        listener = Listener()
-        client = EngineClient("decode-0", endpoint, router_id="r", context=context)
-        client.connect(listener)
-        await listener.until(lambda: bool(listener.beats))
-        assert num_open() - before <= connections._RESERVED_PER_ENGINE
-        client.close()
-
+async def test_an_engine_takes_no_more_descriptors_than_are_kept_for_it(endpoint: str, context: Context) -> None:
     context.socket(zmq.PAIR).close()  # the context has its own descriptors
-    asyncio.run(main())
+    before = num_open()
+    listener = Listener()
+    client = EngineClient("decode-0", endpoint, router_id="r", context=context)
+    client.connect(listener)
+    await listener.until(lambda: bool(listener.beats))
+    assert num_open() - before <= connections._RESERVED_PER_ENGINE
+    client.close()

@@ -5,7 +5,7 @@ import logging
 
 import msgspec
 import pytest
-from dispatch_rig import System, collect, run
+from dispatch_rig import System, collect, live, run
 from scripted_engine import expected_output, make_request
 
 from pdkv.config import RecoveryConfig
@@ -40,10 +40,9 @@ def tick(system: System, *silent: str, ticks: int = SILENT_TICKS) -> None:
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 @pytest.mark.parametrize("stopped", ["prefill-0", "decode-0"])
-def test_requests_of_a_stopped_engine_go_on_on_another(kind: str, stopped: str) -> None:
+async def test_requests_of_a_stopped_engine_go_on_on_another(kind: str, stopped: str) -> None:
     """Router 2: nothing moved them, so that each missed its deadline."""
-
-    async def body(system: System) -> None:
+    async with live(System(2, 2, kind=kind), start=False) as system:
         start_with_beats(system)
         system.backends[stopped].held = True
         requests = [make_request(20 + i) for i in range(6)]
@@ -57,11 +56,9 @@ def test_requests_of_a_stopped_engine_go_on_on_another(kind: str, stopped: str) 
         system.backends[stopped].release()
         await settle()
 
-    run(System(2, 2, kind=kind), body, start=False)
 
-
-def test_what_a_revived_engine_still_says_is_dropped() -> None:
-    async def body(system: System) -> None:
+async def test_what_a_revived_engine_still_says_is_dropped() -> None:
+    async with live(System(0, 2), start=False) as system:
         start_with_beats(system)
         stopped = system.backends["any-0"]
         stopped.held = True
@@ -77,8 +74,6 @@ def test_what_a_revived_engine_still_says_is_dropped() -> None:
         assert system.dispatcher.counters.dropped_messages == before + 2
         stopped.release()
         await settle()
-
-    run(System(0, 2), body, start=False)
 
 
 def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,8 +99,8 @@ def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pyte
     assert texts == ["any-0 is a suspect: it has been silent for 0.8 s", "any-0 is no suspect any more"]
 
 
-def test_only_so_many_move_in_a_second_and_the_nearest_deadlines_first() -> None:
-    async def body(system: System) -> None:
+async def test_only_so_many_move_in_a_second_and_the_nearest_deadlines_first() -> None:
+    async with live(System(0, 2), start=False) as system:
         start_with_beats(system)
         stopped, num = system.backends["any-0"], int(3 * MIN_MOVES_PER_S)
         for backend in system.backends.values():
@@ -124,11 +119,9 @@ def test_only_so_many_move_in_a_second_and_the_nearest_deadlines_first() -> None
         for generation in generations:
             await collect(generation)
 
-    run(System(0, 2), body, start=False)
 
-
-def test_nothing_moves_to_an_engine_without_free_blocks_nor_to_another_suspect() -> None:
-    async def body(system: System) -> None:
+async def test_nothing_moves_to_an_engine_without_free_blocks_nor_to_another_suspect() -> None:
+    async with live(System(0, 2), start=False) as system:
         start_with_beats(system)
         for backend in system.backends.values():
             backend.held = True
@@ -148,11 +141,9 @@ def test_nothing_moves_to_an_engine_without_free_blocks_nor_to_another_suspect()
             backend.release()
         await collect(generation)
 
-    run(System(0, 2), body, start=False)
 
-
-def test_requests_wait_for_a_sole_engine_that_is_stopped_instead_of_being_sent_into_the_void() -> None:
-    async def body(system: System) -> None:
+async def test_requests_wait_for_a_sole_engine_that_is_stopped_instead_of_being_sent_into_the_void() -> None:
+    async with live(System(1, 1), start=False) as system:
         start_with_beats(system)
         stopped = system.backends["decode-0"]
         stopped.held = True
@@ -167,11 +158,9 @@ def test_requests_wait_for_a_sole_engine_that_is_stopped_instead_of_being_sent_i
         assert (await collect(generation))[0] == expected_output(request)
         assert system.dispatcher.num_parked == 0
 
-    run(System(1, 1), body, start=False)
 
-
-def test_a_sole_engine_that_is_late_gets_its_requests_all_the_same() -> None:
-    async def body(system: System) -> None:
+async def test_a_sole_engine_that_is_late_gets_its_requests_all_the_same() -> None:
+    async with live(System(0, 1), start=False) as system:
         start_with_beats(system)
         backend = system.backends["any-0"]
         backend.say(Beat("e0", 9.0, 0.1))
@@ -181,13 +170,10 @@ def test_a_sole_engine_that_is_late_gets_its_requests_all_the_same() -> None:
         assert (await collect(generation))[0] == expected_output(request)
         assert system.dispatcher.health().num_moved == 0
 
-    run(System(0, 1), body, start=False)
 
-
-def test_requests_for_which_there_is_no_room_do_not_hold_up_the_others() -> None:
+async def test_requests_for_which_there_is_no_room_do_not_hold_up_the_others() -> None:
     """More than are looked at in a tick wait for the only prefill engine, and their deadlines are nearer."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 2), start=False) as system:
         start_with_beats(system)
         prefill, sides = system.backends["prefill-0"], [system.backends["decode-0"], system.backends["decode-1"]]
         for backend in sides:
@@ -204,13 +190,10 @@ def test_requests_for_which_there_is_no_room_do_not_hold_up_the_others() -> None
         for generation in (*streams, *waiting):
             await collect(generation)
 
-    run(System(1, 2), body, start=False)
 
-
-def test_a_stream_leaves_an_engine_that_was_given_another_role() -> None:
+async def test_a_stream_leaves_an_engine_that_was_given_another_role() -> None:
     """What counts is what the engine is to the stream: there is room to decode, although prefill has none."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 2), start=False) as system:
         start_with_beats(system)
         for name in ("decode-0", "decode-1"):
             system.backends[name].held = True
@@ -227,8 +210,6 @@ def test_a_stream_leaves_an_engine_that_was_given_another_role() -> None:
         for name in ("decode-0", "decode-1"):
             system.backends[name].release()
         assert (await collect(generation))[0] == expected_output(request)
-
-    run(System(1, 2), body, start=False)
 
 
 async def start_on_the_last_engine(system: System) -> Generation:
@@ -248,8 +229,8 @@ async def start_on_the_last_engine(system: System) -> Generation:
     return generation
 
 
-def test_a_request_that_could_not_be_moved_is_moved_when_another_engine_comes() -> None:
-    async def body(system: System) -> None:
+async def test_a_request_that_could_not_be_moved_is_moved_when_another_engine_comes() -> None:
+    async with live(System(1, 3, await_all=False), start=False) as system:
         generation = await start_on_the_last_engine(system)
         tick(system, "decode-1", ticks=2 * SILENT_TICKS)
         assert generation.flow.route.decode == "decode-1", "nobody else may have it"
@@ -261,11 +242,9 @@ def test_a_request_that_could_not_be_moved_is_moved_when_another_engine_comes() 
         system.backends["decode-1"].release()
         await settle()
 
-    run(System(1, 3, await_all=False), body, start=False)
 
-
-def test_a_request_that_could_not_be_moved_is_tried_again_after_a_while() -> None:
-    async def body(system: System) -> None:
+async def test_a_request_that_could_not_be_moved_is_tried_again_after_a_while() -> None:
+    async with live(System(1, 3, await_all=False), start=False) as system:
         generation = await start_on_the_last_engine(system)
         tick(system, "decode-1", ticks=2 * SILENT_TICKS)
         assert generation.failures is not None
@@ -276,11 +255,9 @@ def test_a_request_that_could_not_be_moved_is_tried_again_after_a_while() -> Non
         system.backends["decode-1"].release()
         await collect(generation)
 
-    run(System(1, 3, await_all=False), body, start=False)
 
-
-def test_requests_that_could_not_be_moved_are_forgotten_when_they_have_ended() -> None:
-    async def body(system: System) -> None:
+async def test_requests_that_could_not_be_moved_are_forgotten_when_they_have_ended() -> None:
+    async with live(System(1, 3, await_all=False), start=False) as system:
         generation = await start_on_the_last_engine(system)
         tick(system, "decode-1", ticks=2 * SILENT_TICKS)
         assert set(system.dispatcher._mover._staying) == {generation.request_id}
@@ -290,13 +267,13 @@ def test_requests_that_could_not_be_moved_are_forgotten_when_they_have_ended() -
         system.backends["decode-1"].release()
         await settle()
 
-    run(System(1, 3, await_all=False), body, start=False)
-
 
 @pytest.mark.parametrize("takes_over", [True, False])
 @pytest.mark.parametrize("stopped", ["prefill-0", "decode-0"])
-def test_requests_of_the_only_engine_of_a_role_move_to_those_that_take_over(stopped: str, takes_over: bool) -> None:
-    async def body(system: System) -> None:
+async def test_requests_of_the_only_engine_of_a_role_move_to_those_that_take_over(
+    stopped: str, takes_over: bool
+) -> None:
+    async with live(System(1, 1, recovery=RecoveryConfig(take_over=takes_over)), start=False) as system:
         start_with_beats(system)
         backend = system.backends[stopped]
         backend.held = True
@@ -313,11 +290,9 @@ def test_requests_of_the_only_engine_of_a_role_move_to_those_that_take_over(stop
         backend.release()
         await settle()
 
-    run(System(1, 1, recovery=RecoveryConfig(take_over=takes_over)), body, start=False)
 
-
-def test_requests_that_wait_for_a_silent_engine_begin_when_it_speaks_though_it_stays_a_suspect() -> None:
-    async def body(system: System) -> None:
+async def test_requests_that_wait_for_a_silent_engine_begin_when_it_speaks_though_it_stays_a_suspect() -> None:
+    async with live(System(1, 1), start=False) as system:
         start_with_beats(system)
         system.dispatcher.fleet.engines["prefill-0"].health.last_probe = ProbeResult(0.0, 5.0, "no answer within 5 s")
         tick(system, "prefill-0", ticks=IDLE_SILENT_TICKS)
@@ -328,8 +303,6 @@ def test_requests_that_wait_for_a_silent_engine_begin_when_it_speaks_though_it_s
         await settle()
         assert system.dispatcher.num_parked == 0
         assert (await collect(generation))[0] == expected_output(request)
-
-    run(System(1, 1), body, start=False)
 
 
 # --- grammars that hold engines up ------------------------------------------------------------------------------------
@@ -373,10 +346,9 @@ class LateEngine:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
 
 
-def test_a_grammar_that_holds_up_its_engine_is_not_carried_to_the_next() -> None:
+async def test_a_grammar_that_holds_up_its_engine_is_not_carried_to_the_next() -> None:
     """F45: one request stopped every engine in turn, as it was moved off each that was late by its mask."""
-
-    async def body(system: System) -> None:
+    async with live(System(0, 3), start=False) as system:
         late = LateEngine(system, shaped_request("a+"), shaped_request("a+", 21), make_request(22))
         late.be_late("any-0")
         for shaped in late.generations[:2]:
@@ -384,11 +356,9 @@ def test_a_grammar_that_holds_up_its_engine_is_not_carried_to_the_next() -> None
         assert len(late.submits(late.generations[2], "any-1", "any-2")) == 1
         await late.finish()
 
-    run(System(0, 3), body, start=False)
 
-
-def test_of_several_grammars_each_runs_alone_and_the_one_that_is_late_again_stays() -> None:
-    async def body(system: System) -> None:
+async def test_of_several_grammars_each_runs_alone_and_the_one_that_is_late_again_stays() -> None:
+    async with live(System(0, 3), start=False) as system:
         late = LateEngine(system, *(shaped_request(f"{letter}+", 20 + i) for i, letter in enumerate("abc")))
         late.be_late("any-0")
         asked = [late.submits(generation, "any-1", "any-2") for generation in late.generations]
@@ -398,16 +368,12 @@ def test_of_several_grammars_each_runs_alone_and_the_one_that_is_late_again_stay
         assert len(late.submits(first, "any-1", "any-2")) == 1
         await late.finish()
 
-    run(System(0, 3), body, start=False)
 
-
-def test_a_grammar_leaves_an_engine_that_is_late_for_longer_than_any_grammar_takes() -> None:
-    async def body(system: System) -> None:
+async def test_a_grammar_leaves_an_engine_that_is_late_for_longer_than_any_grammar_takes() -> None:
+    async with live(System(0, 3), start=False) as system:
         late = LateEngine(system, shaped_request("a+"))
         late.be_late("any-0", busy_s=HELD_UP_S - 1.0)
         assert late.submits(late.generations[0], "any-1", "any-2") == []
         late.be_late("any-0", busy_s=HELD_UP_S + 1.0)
         assert [m.trial_tokens for m in late.submits(late.generations[0], "any-1", "any-2")] == [2]
         await late.finish()
-
-    run(System(0, 3), body, start=False)

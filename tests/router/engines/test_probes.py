@@ -1,10 +1,9 @@
 """Probes: idle engines and pairs generate a token now and then; what comes of it opens breakers and heals suspects."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
-from dispatch_rig import System, check_right, run
+from dispatch_rig import System, check_right, live
 from scripted_engine import make_request
 
 from pdkv.config import HealthConfig
@@ -53,12 +52,8 @@ class Rig(System):
         self.dispatcher._expire(generation)
 
 
-def go(rig: Rig, body: Callable[[Rig], Awaitable[None]]) -> None:
-    run(rig, body)  # type: ignore[arg-type]
-
-
-def test_idle_engines_generate_a_token_and_every_pair_is_visited() -> None:
-    async def body(rig: Rig) -> None:
+async def test_idle_engines_generate_a_token_and_every_pair_is_visited() -> None:
+    async with live(Rig(2, 2)) as rig:
         await rig.after(INTERVAL_S - TICK_S)
         assert not any(rig.probes(name) for name in rig.backends)
         await rig.after(6 * INTERVAL_S)
@@ -72,11 +67,9 @@ def test_idle_engines_generate_a_token_and_every_pair_is_visited() -> None:
         assert (counters.started, counters.finished, rig.dispatcher.prober.num_failed) == (0, 0, 0)
         assert rig.dispatcher.prober.num_ok >= 10
 
-    go(Rig(2, 2), body)
 
-
-def test_engines_that_serve_are_not_probed() -> None:
-    async def body(rig: Rig) -> None:
+async def test_engines_that_serve_are_not_probed() -> None:
+    async with live(Rig(0, 1)) as rig:
         for _ in range(4):
             await rig.after(INTERVAL_S / 2)
             await check_right(rig, make_request())
@@ -84,23 +77,18 @@ def test_engines_that_serve_are_not_probed() -> None:
         await rig.after(2 * INTERVAL_S)
         assert not rig.probes("any-0")
 
-    go(Rig(0, 1), body)
 
-
-def test_without_an_interval_there_are_no_probes() -> None:
-    async def body(rig: Rig) -> None:
+async def test_without_an_interval_there_are_no_probes() -> None:
+    async with live(Rig(0, 1, interval_s=0.0)) as rig:
         await rig.after(3 * INTERVAL_S)
         assert not rig.probes("any-0")
-
-    go(Rig(0, 1, interval_s=0.0), body)
     with pytest.raises(ConfigError, match="probe_interval_s: a number of seconds of at least 0"):
         HealthConfig(probe_interval_s=-1.0)
 
 
-def test_an_engine_that_does_not_answer_its_probe_is_a_suspect_until_it_answers_one() -> None:
+async def test_an_engine_that_does_not_answer_its_probe_is_a_suspect_until_it_answers_one() -> None:
     """Router 2: an idle engine that hangs was found out by requests."""
-
-    async def body(rig: Rig) -> None:
+    async with live(Rig(0, 2)) as rig:
         rig.backends["any-0"].held = True
         await rig.after(A_WHILE)
         rig.expire_probe()
@@ -114,11 +102,9 @@ def test_an_engine_that_does_not_answer_its_probe_is_a_suspect_until_it_answers_
         assert rig.dispatcher.topology()["engines"][0]["suspicion"] is None
         assert rig.probe_of("any-0")["ok"]  # type: ignore[index]
 
-    go(Rig(0, 2), body)
 
-
-def test_a_probe_is_tried_nowhere_else() -> None:
-    async def body(rig: Rig) -> None:
+async def test_a_probe_is_tried_nowhere_else() -> None:
+    async with live(Rig(0, 2)) as rig:
         first = rig.backends["any-0"]
         first.held = True
         await rig.after(A_WHILE)
@@ -131,12 +117,10 @@ def test_a_probe_is_tried_nowhere_else() -> None:
         first.engine.tasks.clear()
         first.held = False
 
-    go(Rig(0, 2), body)
-
 
 @pytest.mark.parametrize("silent", ["prefill-0", "decode-0"])
-def test_the_side_that_did_not_answer_is_at_fault(silent: str) -> None:
-    async def body(rig: Rig) -> None:
+async def test_the_side_that_did_not_answer_is_at_fault(silent: str) -> None:
+    async with live(Rig(1, 1)) as rig:
         rig.backends[silent].held = True
         await rig.after(A_WHILE)
         rig.expire_probe()
@@ -149,11 +133,9 @@ def test_the_side_that_did_not_answer_is_at_fault(silent: str) -> None:
             assert [(p["prefill"], p["decode"]) for p in topology["pairs"]] == [("prefill-0", "decode-0")]
         rig.backends[silent].release()
 
-    go(Rig(1, 1), body)
 
-
-def test_a_half_open_breaker_is_tried_by_a_probe_at_once() -> None:
-    async def body(rig: Rig) -> None:
+async def test_a_half_open_breaker_is_tried_by_a_probe_at_once() -> None:
+    async with live(Rig(0, 2)) as rig:
         breaker = rig.dispatcher.fleet.engines["any-0"].breaker
         for _ in range(5):
             breaker.failed(rig.now)
@@ -164,26 +146,20 @@ def test_a_half_open_breaker_is_tried_by_a_probe_at_once() -> None:
         assert len(rig.probes("any-0")) == num + 1
         assert breaker.state(rig.now) == "closed"
 
-    go(Rig(0, 2), body)
 
-
-def test_a_half_open_pair_is_tried_by_a_probe() -> None:
-    async def body(rig: Rig) -> None:
+async def test_a_half_open_pair_is_tried_by_a_probe() -> None:
+    async with live(Rig(1, 2)) as rig:
         pairs = rig.dispatcher.fleet.pairs
         pairs.loaded("prefill-0", "decode-1", False, rig.now)
         await rig.after(OPEN_S + 4 * TICK_S)
         assert pairs.states(rig.now) == {}
 
-    go(Rig(1, 2), body)
 
-
-def test_a_probe_does_not_close_the_breaker_of_a_crash_loop() -> None:
-    async def body(rig: Rig) -> None:
+async def test_a_probe_does_not_close_the_breaker_of_a_crash_loop() -> None:
+    async with live(Rig(0, 2)) as rig:
         for crash in range(CRASHES):
             rig.backends["any-0"].die()
             rig.backends["any-0"].start(rig.card("any-0", epoch=f"e{crash}"))
         await rig.after(2 * OPEN_S + 1.0)
         assert rig.probes("any-0")
         assert rig.dispatcher.topology()["engines"][0]["breaker"] == "open"
-
-    go(Rig(0, 2), body)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from dispatch_rig import InProcessBackend, System, collect, run, until
+from dispatch_rig import InProcessBackend, System, collect, live, run, until
 from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.config import RecoveryConfig
@@ -131,21 +131,18 @@ def test_what_two_engines_refuse_is_the_request_s_fault_and_is_tried_on_no_third
 
 
 @pytest.mark.parametrize("retry_limit", [0, 3])
-def test_what_no_other_engine_can_try_is_believed_at_once(retry_limit: int) -> None:
+async def test_what_no_other_engine_can_try_is_believed_at_once(retry_limit: int) -> None:
     """Also where one is gone that may come back: the client would be who waits."""
-
-    async def body(system: System) -> None:
+    async with live(System(0, 2, backend=FailingBackend, recovery=RecoveryConfig(retry_limit=retry_limit))) as system:
         if retry_limit:
             system.backends["any-1"].die()
         failing(system, "any-0").fails = failing(system, "any-1").fails = lambda submit: True
         with pytest.raises(RequestFailed, match=r"^any-\d is broken$"):
             await collect(system.dispatcher.start(make_request()))
 
-    run(System(0, 2, backend=FailingBackend, recovery=RecoveryConfig(retry_limit=retry_limit)), body)
 
-
-def test_a_stream_that_decode_fails_goes_on_on_another_engine_and_tells_against_the_first() -> None:
-    async def body(system: System) -> None:
+async def test_a_stream_that_decode_fails_goes_on_on_another_engine_and_tells_against_the_first() -> None:
+    async with live(System(1, 2)) as system:
         request = next(r for n in range(20, 400) if len(expected_output(r := make_request(n, 8))) == 8)
         generation: Generation = system.dispatcher.start(request)
         await until(lambda: len(generation.flow.output_token_ids) >= 3)
@@ -156,8 +153,6 @@ def test_a_stream_that_decode_fails_goes_on_on_another_engine_and_tells_against_
         assert (await collect(generation))[0] == expected_output(request)
         assert num_failures(system, bad.name) == 1
         assert generation.decode_engine != bad.name
-
-    run(System(1, 2), body)
 
 
 class Streams:

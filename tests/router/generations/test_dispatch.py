@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from dispatch_rig import InProcessBackend, System, check_right, collect, run
+from dispatch_rig import InProcessBackend, System, check_right, collect, live
 from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
 
 from pdkv.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
@@ -48,8 +48,8 @@ BLOCKS = BlockCounts(total=100, free=100, cached=0, active=0, leased=0, quaranti
 
 
 @pytest.mark.parametrize(("kind", "order"), LEGAL)
-def test_every_legal_order_gives_the_right_tokens(kind: str, order: Order) -> None:
-    async def body(system: System) -> None:
+async def test_every_legal_order_gives_the_right_tokens(kind: str, order: Order) -> None:
+    async with live(System(2, 4, kind=kind, orders=[order])) as system:
         requests = [make_request(20 + i, max_tokens=1 + i % 6) for i in range(24)]
         generations = await asyncio.gather(*[check_right(system, request) for request in requests])
         for generation, request in zip(generations, requests, strict=True):
@@ -62,14 +62,11 @@ def test_every_legal_order_gives_the_right_tokens(kind: str, order: Order) -> No
         assert len({g.decode_engine for g in generations} - {"prefill-0", "prefill-1"}) == 4
         assert system.dispatcher.counters.finished == 24
 
-    run(System(2, 4, kind=kind, orders=[order]), body)
-
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
-def test_engines_of_different_versions_serve_without_handing_over(kind: str) -> None:
+async def test_engines_of_different_versions_serve_without_handing_over(kind: str) -> None:
     """And when one is restarted with the other's version, they do again."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1, kind=kind)) as system:
         for version, name in enumerate(("prefill-0", "decode-0")):
             system.backends[name].die()
             system.backends[name].start(system.card(name, epoch="e1", wire_versions={"p2p": version}))
@@ -81,22 +78,18 @@ def test_engines_of_different_versions_serve_without_handing_over(kind: str) -> 
         generation = await check_right(system, make_request(30))
         assert (generation.prefill_engine, generation.decode_engine) == ("prefill-0", "decode-0")
 
-    run(System(1, 1, kind=kind), body)
 
-
-def test_aggregated_engines_do_it_alone() -> None:
-    async def body(system: System) -> None:
+async def test_aggregated_engines_do_it_alone() -> None:
+    async with live(System(0, 2)) as system:
         generation = await check_right(system, make_request())
         assert generation.prefill_engine == generation.decode_engine == "any-0"
         (submit,) = system.backends["any-0"].heard(Submit)
         assert (submit.kv, submit.until) == ("local", "end")
         assert not system.backends["any-0"].heard(Release)
 
-    run(System(0, 2), body)
 
-
-def test_first_token_is_streamed_before_decode_answers() -> None:
-    async def body(system: System) -> None:
+async def test_first_token_is_streamed_before_decode_answers() -> None:
+    async with live(System(1, 1)) as system:
         system.backends["decode-0"].held = True
         request = make_request()
         generation = system.dispatcher.start(request)
@@ -106,11 +99,9 @@ def test_first_token_is_streamed_before_decode_answers() -> None:
         system.backends["decode-0"].release()
         assert (await collect(generation))[0] == expected_output(request)[1:]
 
-    run(System(1, 1), body)
 
-
-def test_deltas_that_pile_up_are_merged() -> None:
-    async def body(system: System) -> None:
+async def test_deltas_that_pile_up_are_merged() -> None:
+    async with live(System(1, 1)) as system:
         request = make_request()
         generation = system.dispatcher.start(request)
         while not generation.flow.ended:
@@ -119,11 +110,9 @@ def test_deltas_that_pile_up_are_merged() -> None:
         assert [d.token_ids for d in deltas] == [expected_output(request)]
         assert deltas[0].finish_reason == "length"
 
-    run(System(1, 1), body)
 
-
-def test_abort_reaches_both_engines_releases_and_wakes_the_reader() -> None:
-    async def body(system: System) -> None:
+async def test_abort_reaches_both_engines_releases_and_wakes_the_reader() -> None:
+    async with live(System(1, 1, kind="push", orders=["concurrent"])) as system:
         for backend in system.backends.values():
             backend.held = True
         generation = system.dispatcher.start(make_request())
@@ -138,17 +127,16 @@ def test_abort_reaches_both_engines_releases_and_wakes_the_reader() -> None:
             received = [m for m in system.backends[name].engine.received if not isinstance(m, Peers)]
             assert [type(m) for m in received] == kinds
 
-    run(System(1, 1, kind="push", orders=["concurrent"]), body)
-
 
 @pytest.mark.parametrize("telling", [True, False])
-def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_was_long(
+async def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_was_long(
     telling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if telling:
         monkeypatch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
-
-    async def body(system: System) -> None:
+    system = System(2, 1, policy="round_robin")
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    async with live(system):
         system.backends["prefill-0"].held = True
         for _ in range(5):
             with pytest.raises(RequestTimeout, match=r"longer than 0\.01 s"):
@@ -160,10 +148,6 @@ def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_was_lo
             generation.abort()
         system.backends["prefill-0"].release()
         system.backends["prefill-1"].release()
-
-    system = System(2, 1, policy="round_robin")
-    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
-    run(system, body)
 
 
 class Timers:
@@ -205,11 +189,10 @@ def say_a_token(backend: InProcessBackend, submit: Submit) -> None:
     backend.say(*said)
 
 
-def test_no_deadline_of_the_server_ends_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_deadline_of_the_server_ends_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Router 1: streams were cut at 600 s, however many tokens still came."""
     timers = Timers(monkeypatch)
-
-    async def body(system: System) -> None:
+    async with live(System(0, 1, clock=lambda: timers.now)) as system:
         timers.watch(system.dispatcher)
         backend = system.backends["any-0"]
         backend.held = True
@@ -226,13 +209,10 @@ def test_no_deadline_of_the_server_ends_what_gets_on(monkeypatch: pytest.MonkeyP
             await collect(stuck)
         backend.release()
 
-    run(System(0, 1, clock=lambda: timers.now), body)
 
-
-def test_a_clients_deadline_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clients_deadline_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     timers = Timers(monkeypatch)
-
-    async def body(system: System) -> None:
+    async with live(System(0, 1, clock=lambda: timers.now)) as system:
         timers.watch(system.dispatcher)
         backend = system.backends["any-0"]
         backend.held = True
@@ -248,16 +228,13 @@ def test_a_clients_deadline_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
             await collect(generation)
         backend.release()
 
-    run(System(0, 1, clock=lambda: timers.now), body)
 
-
-def test_a_timer_that_rings_a_little_early_names_the_deadline_that_it_was_set_for(
+async def test_a_timer_that_rings_a_little_early_names_the_deadline_that_it_was_set_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """F36."""
     timers = Timers(monkeypatch)
-
-    async def body(system: System) -> None:
+    async with live(System(0, 1, clock=lambda: timers.now)) as system:
         timers.watch(system.dispatcher)
         backend = system.backends["any-0"]
         backend.held = True
@@ -273,11 +250,9 @@ def test_a_timer_that_rings_a_little_early_names_the_deadline_that_it_was_set_fo
                 await collect(generation)
         backend.release()
 
-    run(System(0, 1, clock=lambda: timers.now), body)
 
-
-def test_unknown_and_stale_messages_are_counted_and_dropped() -> None:
-    async def body(system: System) -> None:
+async def test_unknown_and_stale_messages_are_counted_and_dropped() -> None:
+    async with live(System(1, 1)) as system:
         generation = system.dispatcher.start(make_request())
         flow, backend = generation.flow, system.backends["prefill-0"]
         backend.say(Tokens("nobody", 0, 0, [1]), Tokens(flow.request_id, 7, 0, [1]), Release("nothing", 0), Resync())
@@ -286,11 +261,9 @@ def test_unknown_and_stale_messages_are_counted_and_dropped() -> None:
         backend.say(Tokens(flow.request_id, 0, 0, [1]), Failed(flow.request_id, 0, "x", "y", retryable=True))
         assert system.dispatcher.counters.dropped_messages == 6
 
-    run(System(1, 1), body)
 
-
-def test_death_before_the_first_token_is_retried_elsewhere() -> None:
-    async def body(system: System) -> None:
+async def test_death_before_the_first_token_is_retried_elsewhere() -> None:
+    async with live(System(2, 1)) as system:
         system.backends["prefill-0"].held = True
         request = make_request()
         generation = system.dispatcher.start(request)
@@ -301,11 +274,9 @@ def test_death_before_the_first_token_is_retried_elsewhere() -> None:
         assert [m.attempt for m in system.backends["prefill-1"].heard(Submit)] == [1]
         assert system.dispatcher.counters.retried == 1
 
-    run(System(2, 1), body)
 
-
-def test_death_of_decode_after_the_first_token_touches_no_other_request() -> None:
-    async def body(system: System) -> None:
+async def test_death_of_decode_after_the_first_token_touches_no_other_request() -> None:
+    async with live(System(1, 2)) as system:
         system.backends["decode-0"].held = True
         mine, other = make_request(20), make_request(21)
         moving, untouched = system.dispatcher.start(mine), system.dispatcher.start(other)
@@ -317,11 +288,9 @@ def test_death_of_decode_after_the_first_token_touches_no_other_request() -> Non
         assert (await collect(untouched))[0] == expected_output(other)
         assert (moving.flow.attempt, untouched.flow.attempt) == (1, 0)
 
-    run(System(1, 2), body)
 
-
-def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
-    async def body(system: System) -> None:
+async def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
+    async with live(System(1, 2)) as system:
         system.backends["prefill-0"].held = True
         request = make_request()
         generation = system.dispatcher.start(request)
@@ -331,11 +300,11 @@ def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
         assert generation.decode_engine == "decode-1"
         assert system.dispatcher.counters.retried == 0
 
-    run(System(1, 2), body)
 
-
-def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_not() -> None:
-    async def body(system: System) -> None:
+async def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_not() -> None:
+    system = System(2, 1)
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    async with live(system):
         for code in ("overloaded", InvalidRequest.code):
             system.backends["prefill-0"].held = True
             generation = system.dispatcher.start(make_request())
@@ -348,13 +317,9 @@ def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_not() ->
                 with pytest.raises(InvalidRequest, match=r"^no room$"):
                     await collect(generation)
 
-    system = System(2, 1)
-    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
-    run(system, body)
 
-
-def test_restarted_engine_serves_again_under_its_new_epoch() -> None:
-    async def body(system: System) -> None:
+async def test_restarted_engine_serves_again_under_its_new_epoch() -> None:
+    async with live(System(1, 1)) as system:
         assert system.dispatcher.ready
         system.backends["decode-0"].die()
         assert not system.dispatcher.ready
@@ -365,11 +330,9 @@ def test_restarted_engine_serves_again_under_its_new_epoch() -> None:
             assert [c.epoch for c in backend.heard(Peers)[-1].cards] == ["e0", "e1"]
         await check_right(system, make_request())
 
-    run(System(1, 1), body)
 
-
-def test_not_ready_before_every_engine_has_been_up() -> None:
-    async def body(system: System) -> None:
+async def test_not_ready_before_every_engine_has_been_up() -> None:
+    async with live(System(1, 2), start=False) as system:
         dispatcher = system.dispatcher
         dispatcher.connect()
         assert dispatcher.max_model_len is None
@@ -385,11 +348,9 @@ def test_not_ready_before_every_engine_has_been_up() -> None:
         await waiting
         assert dispatcher.max_model_len == 200
 
-    run(System(1, 2), body, start=False)
 
-
-def test_a_restarted_router_does_not_wait_for_an_engine_that_cannot_start() -> None:
-    async def body(system: System) -> None:
+async def test_a_restarted_router_does_not_wait_for_an_engine_that_cannot_start() -> None:
+    async with live(System(1, 2, await_all=False), start=False) as system:
         system.dispatcher.connect()
         assert not system.dispatcher.ready
         system.backends["prefill-0"].start(system.card("prefill-0"))
@@ -399,11 +360,9 @@ def test_a_restarted_router_does_not_wait_for_an_engine_that_cannot_start() -> N
         await waiting
         assert system.dispatcher.ready
 
-    run(System(1, 2, await_all=False), body, start=False)
 
-
-def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(system: System) -> None:
+async def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
+    async with live(System(1, 1), start=False) as system:
         system.dispatcher.connect()
         system.backends["prefill-0"].start(system.card("prefill-0"))
         system.backends["decode-0"].start(system.card("decode-0", model="another"))
@@ -416,13 +375,10 @@ def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) ->
         system.backends["decode-0"].die()
         assert system.backends["decode-0"].engine.received == []
 
-    run(System(1, 1), body, start=False)
 
-
-def test_refused_engines_come_in_when_those_that_they_could_not_work_with_have_gone() -> None:
+async def test_refused_engines_come_in_when_those_that_they_could_not_work_with_have_gone() -> None:
     """They stay connected, and nobody would have looked at them again."""
-
-    async def body(system: System) -> None:
+    async with live(System(2, 2, await_all=False), start=False) as system:
         system.dispatcher.connect()
         for name in ("prefill-0", "decode-0"):
             system.backends[name].start(system.card(name))
@@ -436,11 +392,9 @@ def test_refused_engines_come_in_when_those_that_they_could_not_work_with_have_g
         assert {e["name"] for e in system.dispatcher.topology()["engines"] if e["reason"]} == set()
         await check_right(system, make_request())
 
-    run(System(2, 2, await_all=False), body, start=False)
 
-
-def test_a_refused_engine_that_has_gone_or_has_the_wrong_model_does_not_come_in_later() -> None:
-    async def body(system: System) -> None:
+async def test_a_refused_engine_that_has_gone_or_has_the_wrong_model_does_not_come_in_later() -> None:
+    async with live(System(2, 2, await_all=False), start=False) as system:
         system.dispatcher.connect()
         for name in ("prefill-0", "decode-0"):
             system.backends[name].start(system.card(name))
@@ -453,19 +407,15 @@ def test_a_refused_engine_that_has_gone_or_has_the_wrong_model_does_not_come_in_
         states = {e["name"]: e["state"] for e in system.dispatcher.topology()["engines"]}
         assert states == {"prefill-0": "dead", "decode-0": "dead", "prefill-1": "refused", "decode-1": "refused"}
 
-    run(System(2, 2, await_all=False), body, start=False)
 
-
-def test_no_common_order_is_unavailable_and_says_why() -> None:
-    async def body(system: System) -> None:
+async def test_no_common_order_is_unavailable_and_says_why() -> None:
+    async with live(System(1, 1, kind="pull", orders=["concurrent"])) as system:
         with pytest.raises(EngineUnavailable, match="the router takes one of"):
             system.dispatcher.start(make_request())
 
-    run(System(1, 1, kind="pull", orders=["concurrent"]), body)
 
-
-def test_prefix_aware_routing_follows_the_engines_events_and_resyncs_after_a_gap() -> None:
-    async def body(system: System) -> None:
+async def test_prefix_aware_routing_follows_the_engines_events_and_resyncs_after_a_gap() -> None:
+    async with live(System(2, 1, policy="prefix_aware")) as system:
         request = make_request(40)
         card = system.card("prefill-0")
         keys: list[bytes] = []
@@ -479,11 +429,9 @@ def test_prefix_aware_routing_follows_the_engines_events_and_resyncs_after_a_gap
         assert len(cached.heard(Resync)) == 1
         assert {(await check_right(system, request)).prefill_engine for _ in range(2)} == {"prefill-0", "prefill-1"}
 
-    run(System(2, 1, policy="prefix_aware"), body)
 
-
-def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
-    async def body(system: System) -> None:
+async def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
+    async with live(System(2, 1, policy="prefix_aware")) as system:
         request = make_request(64)
         card = system.card("prefill-0")
         keys: list[bytes] = []
@@ -501,11 +449,9 @@ def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
         backends["prefill-0"].die()
         assert system.dispatcher.topology()["router"]["tiers"][0]["engines"] == ["prefill-1"]
 
-    run(System(2, 1, policy="prefix_aware"), body)
 
-
-def test_failed_load_marks_the_pair() -> None:
-    async def body(system: System) -> None:
+async def test_failed_load_marks_the_pair() -> None:
+    async with live(System(1, 2, kind="push")) as system:
         for backend in system.backends.values():
             backend.held = True
         generation = system.dispatcher.start(make_request())
@@ -518,11 +464,9 @@ def test_failed_load_marks_the_pair() -> None:
             backend.release()
         assert {(await check_right(system, make_request())).decode_engine for _ in range(4)} == {"decode-1"}
 
-    run(System(1, 2, kind="push"), body)
 
-
-def test_load_balances_over_engines_by_what_is_in_flight() -> None:
-    async def body(system: System) -> None:
+async def test_load_balances_over_engines_by_what_is_in_flight() -> None:
+    async with live(System(2, 4, policy="least_loaded")) as system:
         for backend in system.backends.values():
             backend.held = True
         generations = [system.dispatcher.start(make_request()) for _ in range(8)]
@@ -532,13 +476,10 @@ def test_load_balances_over_engines_by_what_is_in_flight() -> None:
         for generation in generations:
             await collect(generation)
 
-    run(System(2, 4, policy="least_loaded"), body)
 
-
-def test_books_are_kept_in_tokens_from_the_start_of_a_request_to_its_end() -> None:
+async def test_books_are_kept_in_tokens_from_the_start_of_a_request_to_its_end() -> None:
     """Prefill: what it has to compute, until the prompt is run; then decode: what its request's KV comes to."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1)) as system:
         prefill, decode = (system.dispatcher.fleet.engines[name].books for name in ("prefill-0", "decode-0"))
         system.backends["prefill-0"].held = system.backends["decode-0"].held = True
         generations = [system.dispatcher.start(make_request(num, max_tokens=5)) for num in (100, 40)]
@@ -552,11 +493,9 @@ def test_books_are_kept_in_tokens_from_the_start_of_a_request_to_its_end() -> No
         system.backends["decode-0"].release()
         await collect(generations[0])
 
-    run(System(1, 1), body)
 
-
-def test_an_aggregated_engine_has_no_prompt_to_compute_once_the_first_token_is_out() -> None:
-    async def body(system: System) -> None:
+async def test_an_aggregated_engine_has_no_prompt_to_compute_once_the_first_token_is_out() -> None:
+    async with live(System(0, 1)) as system:
         books = system.dispatcher.fleet.engines["any-0"].books
         generation = system.dispatcher.start(make_request(100, max_tokens=5))
         assert (books.requests, books.prefill_tokens, books.kv_tokens) == (1, 100, 105)
@@ -564,11 +503,9 @@ def test_an_aggregated_engine_has_no_prompt_to_compute_once_the_first_token_is_o
         assert (books.requests, books.prefill_tokens, books.kv_tokens) == (1, 0, 105)
         await collect(generation)
 
-    run(System(0, 1), body)
 
-
-def test_topology_and_snapshots_show_what_engines_said_last() -> None:
-    async def body(system: System) -> None:
+async def test_topology_and_snapshots_show_what_engines_said_last() -> None:
+    async with live(System(1, 1)) as system:
         connectors = {"pull": ConnectorStats(paths={"prefill-0": "arena"})}
         system.backends["decode-0"].say(LoadReport(1, 2, BlockCounts(100, 60, 10, 20, 5, 5), connectors=connectors))
         shown = system.dispatcher.topology()["engines"][1]
@@ -629,11 +566,9 @@ def test_topology_and_snapshots_show_what_engines_said_last() -> None:
         assert (snapshot.pid, snapshot.load, snapshot.num_deaths) == (None, None, 1)
         assert system.dispatcher.connector_problems == {}
 
-    run(System(1, 1), body)
 
-
-def test_closing_ends_every_generation_at_once() -> None:
-    async def body(system: System) -> None:
+async def test_closing_ends_every_generation_at_once() -> None:
+    async with live(System(1, 1)) as system:
         for backend in system.backends.values():
             backend.held = True
         generations = [system.dispatcher.start(make_request()) for _ in range(3)]
@@ -644,11 +579,9 @@ def test_closing_ends_every_generation_at_once() -> None:
         with pytest.raises(EngineUnavailable, match="shutting down"):
             system.dispatcher.start(make_request())
 
-    run(System(1, 1), body)
 
-
-def test_conditional_decode_that_declines_is_named_as_the_one_that_ran_the_prompt() -> None:
-    async def body(system: System) -> None:
+async def test_conditional_decode_that_declines_is_named_as_the_one_that_ran_the_prompt() -> None:
+    async with live(System(1, 1, orders=["decode_first"])) as system:
         system.backends["decode-0"].engine.draw = lambda n: 1 if n == 3 else 0
         request = make_request()
         generation = await check_right(system, request)
@@ -657,11 +590,9 @@ def test_conditional_decode_that_declines_is_named_as_the_one_that_ran_the_promp
         assert not system.backends["prefill-0"].heard(Submit)
         assert not system.backends["prefill-0"].heard(KVTicket)
 
-    run(System(1, 1, orders=["decode_first"]), body)
 
-
-def test_cached_tokens_are_those_that_nobody_computed() -> None:
-    async def body(system: System) -> None:
+async def test_cached_tokens_are_those_that_nobody_computed() -> None:
+    async with live(System(0, 1)) as system:
         system.backends["any-0"].held = True
         generation = system.dispatcher.start(make_request(20, max_tokens=1))
         system.backends["any-0"].engine.tasks.clear()
@@ -673,16 +604,14 @@ def test_cached_tokens_are_those_that_nobody_computed() -> None:
         assert await collect(generation) == ([token], Delta([token], None, None, "length", None))
         assert generation.num_cached_tokens == 16
 
-    run(System(0, 1), body)
-
 
 @pytest.mark.parametrize(
     ("num_prefill", "codec", "expected"), [(0, "fp8-1.0", 16), (1, "fp8-1.0", 20), (0, "", None), (1, "", None)]
 )
-def test_lossy_tokens_are_those_that_were_found_or_handed_over(
+async def test_lossy_tokens_are_those_that_were_found_or_handed_over(
     num_prefill: int, codec: str, expected: int | None
 ) -> None:
-    async def body(system: System) -> None:
+    async with live(System(num_prefill, 1), start=False) as system:
         system.dispatcher.connect()
         for name, backend in system.backends.items():
             layout = msgspec.structs.replace(system.card(name).layout, codec=codec)
@@ -692,11 +621,9 @@ def test_lossy_tokens_are_those_that_were_found_or_handed_over(
         generation.flow.sources = SourceCounts(computed=4, store=16)
         assert generation.num_lossy_tokens == expected
 
-    run(System(num_prefill, 1), body, start=False)
 
-
-def test_cached_tokens_are_known_with_the_first_token() -> None:
-    async def body(system: System) -> None:
+async def test_cached_tokens_are_known_with_the_first_token() -> None:
+    async with live(System(0, 1)) as system:
         system.backends["any-0"].held = True
         generation = system.dispatcher.start(make_request(20))
         token, sources = token_at(range(20), 0), SourceCounts(computed=4, local_hit=16)
@@ -705,16 +632,14 @@ def test_cached_tokens_are_known_with_the_first_token() -> None:
         generation.abort()  # as for a stop string
         assert generation.num_cached_tokens == 16
 
-    run(System(0, 1), body)
-
 
 def test_unknown_policy_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="unknown policy"):
         Dispatcher(policy="best")
 
 
-def test_when_tokens_came_is_kept_for_a_reader_that_comes_late() -> None:
-    async def body(system: System) -> None:
+async def test_when_tokens_came_is_kept_for_a_reader_that_comes_late() -> None:
+    async with live(System(1, 1)) as system:
         generation = system.dispatcher.start(make_request(max_tokens=6))
         while not generation.flow.ended:
             await asyncio.sleep(0)
@@ -725,13 +650,10 @@ def test_when_tokens_came_is_kept_for_a_reader_that_comes_late() -> None:
         assert arrivals == sorted(arrivals)
         assert generation.take_arrivals() == []
 
-    run(System(1, 1), body)
 
-
-def test_what_the_index_puts_off_is_done_between_other_callbacks() -> None:
+async def test_what_the_index_puts_off_is_done_between_other_callbacks() -> None:
     keys = [i.to_bytes(16) for i in range(6000)]
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1), start=False) as system:
         system.dispatcher.connect()
         for name, backend in system.backends.items():
             backend.start(system.card(name, num_blocks=6000))
@@ -749,5 +671,3 @@ def test_what_the_index_puts_off_is_done_between_other_callbacks() -> None:
         while index.has_work:
             await asyncio.sleep(0)
         assert index.num_keys == 0
-
-    run(System(1, 1), body, start=False)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 import pytest
-from dispatch_rig import InProcessBackend, System, check_right, collect, run
+from dispatch_rig import InProcessBackend, System, check_right, collect, live, run
 from scripted_engine import make_request
 
 from pdkv.errors import (
@@ -43,10 +43,9 @@ def held_system(num: int) -> System:
     return system
 
 
-def test_a_request_that_two_engines_were_taking_in_when_they_ended_is_not_sent_to_a_third() -> None:
+async def test_a_request_that_two_engines_were_taking_in_when_they_ended_is_not_sent_to_a_third() -> None:
     """Finding 3: the retry ended the second engine, and with it every other request."""
-
-    async def body(system: System) -> None:
+    async with live(held_system(3)) as system:
         poison, innocent = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
         first, second = system.backends["any-0"], system.backends["any-1"]
         first.die({(poison.request_id, 0)})
@@ -61,8 +60,6 @@ def test_a_request_that_two_engines_were_taking_in_when_they_ended_is_not_sent_t
         await collect(innocent)
         assert system.dispatcher.counters.retried == 2
 
-    run(held_system(3), body)
-
 
 @pytest.mark.parametrize(
     ("forged", "text"),
@@ -73,8 +70,8 @@ def test_a_request_that_two_engines_were_taking_in_when_they_ended_is_not_sent_t
         ({"prompt_logprobs": PromptLogprobs.of([None])}, "sent 1 prompt logprobs for 20 tokens"),
     ],
 )
-def test_tokens_that_cannot_be_fail_their_request_only(forged: dict[str, object], text: str) -> None:
-    async def body(system: System) -> None:
+async def test_tokens_that_cannot_be_fail_their_request_only(forged: dict[str, object], text: str) -> None:
+    async with live(held_system(1)) as system:
         victim = system.dispatcher.start(make_request())
         values = {"position": 0, "token_ids": [1]} | forged
         system.backends["any-0"].say(Tokens(victim.request_id, 0, **values))  # type: ignore[arg-type]
@@ -83,11 +80,9 @@ def test_tokens_that_cannot_be_fail_their_request_only(forged: dict[str, object]
         system.backends["any-0"].release()
         await check_right(system, make_request(num_prompt=33))
 
-    run(held_system(1), body)
 
-
-def test_messages_of_an_engine_that_has_no_part_in_a_request_are_dropped() -> None:
-    async def body(system: System) -> None:
+async def test_messages_of_an_engine_that_has_no_part_in_a_request_are_dropped() -> None:
+    async with live(held_system(2)) as system:
         generation = system.dispatcher.start(make_request())
         foreign: list[EngineToRouter] = [
             Tokens(generation.request_id, 0, 0, [9]),
@@ -100,13 +95,11 @@ def test_messages_of_an_engine_that_has_no_part_in_a_request_are_dropped() -> No
         tokens, _ = await collect(generation)
         assert len(tokens) == 5
 
-    run(held_system(2), body)
 
-
-def test_an_error_in_a_message_s_handling_costs_that_request_only(
+async def test_an_error_in_a_message_s_handling_costs_that_request_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(system: System) -> None:
+    async with live(held_system(1)) as system:
         victim, other = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
 
         def broken(*_: object) -> None:
@@ -121,11 +114,9 @@ def test_an_error_in_a_message_s_handling_costs_that_request_only(
         assert other.flow.output_token_ids == [1]
         other.abort()
 
-    run(held_system(1), body)
 
-
-def test_what_no_frame_can_carry_is_the_client_s_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(system: System) -> None:
+async def test_what_no_frame_can_carry_is_the_client_s_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live(System(1, 1)) as system:
         send = InProcessBackend.send
 
         def picky(self: InProcessBackend, message: object) -> None:
@@ -138,11 +129,9 @@ def test_what_no_frame_can_carry_is_the_client_s_mistake(monkeypatch: pytest.Mon
             await collect(system.dispatcher.start(make_request(num_prompt=99)))
         await check_right(system, make_request())
 
-    run(System(1, 1), body)
 
-
-def test_an_engine_s_refusal_names_the_field() -> None:
-    async def body(system: System) -> None:
+async def test_an_engine_s_refusal_names_the_field() -> None:
+    async with live(held_system(1)) as system:
         generation = system.dispatcher.start(make_request())
         refusal = Failed(generation.request_id, 0, InvalidRequest.code, "top_k must be less", False, "top_k")
         system.backends["any-0"].say(refusal)
@@ -150,8 +139,6 @@ def test_an_engine_s_refusal_names_the_field() -> None:
             await collect(generation)
         assert (raised.value.param, raised.value.status) == ("top_k", 400)
         system.backends["any-0"].engine.tasks.clear()  # which has refused nothing
-
-    run(held_system(1), body)
 
 
 # --- silence ------------------------------------------------------------------------------------------------------
@@ -163,8 +150,8 @@ def start_with_beats(system: System) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> None:
-    async def body(system: System) -> None:
+async def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> None:
+    async with live(System(1, 1), start=False) as system:
         dispatcher, silent = system.dispatcher, f"{role}-0"
         assert "still waiting for engines" in dispatcher.fault
         dispatcher.connect()
@@ -183,11 +170,9 @@ def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> Non
         system.backends[silent].say(LoadReport(0, 0, system.dispatcher.fleet.engines[silent].blocks))
         assert dispatcher.fault == ""
 
-    run(System(1, 1), body, start=False)
 
-
-def test_a_long_step_is_no_silence_and_one_that_is_too_long_is_a_fault() -> None:
-    async def body(system: System) -> None:
+async def test_a_long_step_is_no_silence_and_one_that_is_too_long_is_a_fault() -> None:
+    async with live(System(0, 1), start=False) as system:
         dispatcher, backend = system.dispatcher, system.backends["any-0"]
         dispatcher.connect()
         start_with_beats(system)
@@ -201,11 +186,9 @@ def test_a_long_step_is_no_silence_and_one_that_is_too_long_is_a_fault() -> None
         backend.say(Beat("e0", 0.0))
         assert dispatcher.fault == ""
 
-    run(System(0, 1), body, start=False)
 
-
-def test_suspects_get_requests_only_where_nobody_else_is() -> None:
-    async def body(system: System) -> None:
+async def test_suspects_get_requests_only_where_nobody_else_is() -> None:
+    async with live(System(0, 2), start=False) as system:
         dispatcher = system.dispatcher
         dispatcher.connect()
         start_with_beats(system)
@@ -216,16 +199,12 @@ def test_suspects_get_requests_only_where_nobody_else_is() -> None:
         system.backends["any-1"].say(Beat("e0", 9.0, 0.1))
         await check_right(system, make_request())  # all are suspects: better one of them than nobody
 
-    run(System(0, 2), body, start=False)
 
-
-def test_engines_without_beats_are_never_silent() -> None:
-    async def body(system: System) -> None:
+async def test_engines_without_beats_are_never_silent() -> None:
+    async with live(System(1, 1)) as system:
         for _ in range(10 * IDLE_SILENT_TICKS):
             system.dispatcher.fleet.tick()
         assert system.dispatcher.fault == ""
-
-    run(System(1, 1), body)
 
 
 # --- who is to blame ----------------------------------------------------------------------------------------------
@@ -238,10 +217,9 @@ async def time_out(system: System, num: int, timeout_s: float) -> None:
 
 
 @pytest.mark.parametrize("evidence", [True, False])
-def test_short_deadlines_open_a_breaker_only_where_the_engine_does_nothing(evidence: bool) -> None:
+async def test_short_deadlines_open_a_breaker_only_where_the_engine_does_nothing(evidence: bool) -> None:
     """Router 2: a hanging engine was the least loaded one for ever, as no short deadline ever told against it."""
-
-    async def body(system: System) -> None:
+    async with live(System(0, 2)) as system:
         hanging = system.backends["any-0"]
         hanging.held = True
         system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
@@ -257,8 +235,6 @@ def test_short_deadlines_open_a_breaker_only_where_the_engine_does_nothing(evide
         generation.abort()
         hanging.release()
         system.backends["any-1"].release()
-
-    run(System(0, 2), body)
 
 
 def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair() -> None:
@@ -276,8 +252,8 @@ def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair
         run(System(1, 1), body)
 
 
-def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_pair() -> None:
-    async def body(system: System) -> None:
+async def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_pair() -> None:
+    async with live(System(1, 1)) as system:
         decode = system.backends["decode-0"]
         decode.held = True
         generation = system.dispatcher.start(make_request())
@@ -291,16 +267,13 @@ def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_
         decode.release()
         await collect(generation)
 
-    run(System(1, 1), body)
-
 
 @pytest.mark.parametrize(("kind", "code", "is_avoided"), [
     ("store", "kv_not_found", False), ("store", "store_timeout", True), ("pull", "kv_not_found", True),
 ])  # fmt: skip
-def test_what_a_store_no_longer_has_tells_nothing_of_the_pair(kind: str, code: str, is_avoided: bool) -> None:
+async def test_what_a_store_no_longer_has_tells_nothing_of_the_pair(kind: str, code: str, is_avoided: bool) -> None:
     """It was evicted, or its time was over."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1, kind=kind)) as system:
         decode = system.backends["decode-0"]
         decode.held = True
         generation = system.dispatcher.start(make_request())
@@ -314,11 +287,9 @@ def test_what_a_store_no_longer_has_tells_nothing_of_the_pair(kind: str, code: s
         decode.release()
         await collect(generation)
 
-    run(System(1, 1, kind=kind), body)
 
-
-def test_engines_are_looked_after_though_an_error_occurs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(system: System) -> None:
+async def test_engines_are_looked_after_though_an_error_occurs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live(System(1, 1)) as system:
         looked_again = asyncio.Event()
         looks = iter([RuntimeError("a bug"), None])
 
@@ -329,8 +300,6 @@ def test_engines_are_looked_after_though_an_error_occurs_in_it(monkeypatch: pyte
 
         monkeypatch.setattr(system.dispatcher, "look_after_engines", look)
         await looked_again.wait()
-
-    run(System(1, 1), body)
 
 
 def break_for(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, bad: Generation) -> None:
@@ -346,10 +315,12 @@ def break_for(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, bad: Ge
 
 
 @pytest.mark.parametrize(("owner", "method"), [(RequestFlow, "engine_died"), (Recovery, "after_failure")])
-def test_an_error_over_one_request_of_a_dead_engine_costs_no_other(
+async def test_an_error_over_one_request_of_a_dead_engine_costs_no_other(
     owner: type, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(system: System) -> None:
+    system = held_system(2)
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    async with live(system):
         first, second = system.backends["any-0"], system.backends["any-1"]
         bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
         break_for(monkeypatch, owner, method, bad)
@@ -359,26 +330,20 @@ def test_an_error_over_one_request_of_a_dead_engine_costs_no_other(
         second.release()
         await collect(good)
 
+
+async def test_who_ended_an_engine_may_stay_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     system = held_system(2)
     system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
-    run(system, body)
-
-
-def test_who_ended_an_engine_may_stay_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(system: System) -> None:
+    async with live(system):
         generation = system.dispatcher.start(make_request())
         monkeypatch.setattr(system.dispatcher.recovery, "engine_died", lambda *args: next(iter(())))
         system.backends["any-0"].die()
         system.backends["any-1"].release()
         await collect(generation)
 
-    system = held_system(2)
-    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
-    run(system, body)
 
-
-def test_an_error_over_one_request_that_waits_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(system: System) -> None:
+async def test_an_error_over_one_request_that_waits_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live(held_system(1)) as system:
         backend = system.backends["any-0"]
         backend.die()
         bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
@@ -390,11 +355,9 @@ def test_an_error_over_one_request_that_waits_costs_no_other(monkeypatch: pytest
         with pytest.raises(RequestFailed, match="placing it caused an error in the router: RuntimeError"):
             await collect(bad)
 
-    run(held_system(1), body)
 
-
-def test_an_error_over_one_request_does_not_keep_the_router_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(system: System) -> None:
+async def test_an_error_over_one_request_does_not_keep_the_router_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live(held_system(1)) as system:
         bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
         break_for(monkeypatch, Recovery, "track", bad)
         system.dispatcher.close()
@@ -404,5 +367,3 @@ def test_an_error_over_one_request_does_not_keep_the_router_from_closing(monkeyp
             await collect(bad)
         for backend in system.backends.values():
             assert backend.listener is None
-
-    run(held_system(1), body)

@@ -1,7 +1,7 @@
 """Generations that their reader ends because it has all that it wants: a stop string, or a finished tool call."""
 
 import pytest
-from dispatch_rig import System, collect, run, until
+from dispatch_rig import System, collect, live, until
 from scripted_engine import make_request
 
 from pdkv.errors import RequestAborted
@@ -17,10 +17,9 @@ async def start(system: System, num_tokens: int = 3) -> Generation:
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
-def test_it_is_finished_in_all_books(num_prefill: int) -> None:
+async def test_it_is_finished_in_all_books(num_prefill: int) -> None:
     """F43: it was an abort: breakers saw no success, histograms nothing, and operators a failure."""
-
-    async def body(system: System) -> None:
+    async with live(System(num_prefill, 1)) as system:
         dispatcher = system.dispatcher
         generation = await start(system)
         decode = system.backends[generation.decode_engine]
@@ -38,24 +37,19 @@ def test_it_is_finished_in_all_books(num_prefill: int) -> None:
         for name in {generation.prefill_engine, generation.decode_engine}:
             assert dispatcher.fleet.engines[name].breaker._totals(dispatcher._clock()) == (1, 0)
 
-    run(System(num_prefill, 1), body)
 
-
-def test_what_its_engines_still_say_is_no_dropped_message() -> None:
-    async def body(system: System) -> None:
+async def test_what_its_engines_still_say_is_no_dropped_message() -> None:
+    async with live(System(0, 1)) as system:
         generation = await start(system)
         decode = system.backends["any-0"]
         generation.finish()
         decode.say(Tokens(generation.request_id, 0, 3, [1]), Failed(generation.request_id, 0, "x", "y", True))
         assert system.dispatcher.counters.dropped_messages == 0
 
-    run(System(0, 1), body)
 
-
-def test_an_engine_that_has_done_nothing_is_not_praised() -> None:
+async def test_an_engine_that_has_done_nothing_is_not_praised() -> None:
     """A stop string in the first token ends it before decode has answered."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1)) as system:
         system.backends["decode-0"].held = True
         generation = await start(system, 1)
         await until(lambda: generation.decode_engine == "decode-0")
@@ -65,13 +59,10 @@ def test_an_engine_that_has_done_nothing_is_not_praised() -> None:
         assert fleet.engines["decode-0"].breaker._totals(now) == (0, 0)
         assert fleet.engines["prefill-0"].breaker._totals(now) == (1, 0)
 
-    run(System(1, 1), body)
 
-
-def test_one_that_waits_for_an_engine_may_be_finished_and_an_aborted_one_may_not() -> None:
+async def test_one_that_waits_for_an_engine_may_be_finished_and_an_aborted_one_may_not() -> None:
     """Its text may end in tokens that came before its engine died."""
-
-    async def body(system: System) -> None:
+    async with live(System(0, 1)) as system:
         generation = await start(system)
         system.backends["any-0"].die()
         assert system.dispatcher.num_parked == 1
@@ -84,5 +75,3 @@ def test_one_that_waits_for_an_engine_may_be_finished_and_an_aborted_one_may_not
         with pytest.raises(RequestAborted):
             await collect(other)
         assert (system.dispatcher.counters.finished, system.dispatcher.counters.aborted) == (1, 1)
-
-    run(System(0, 1), body)

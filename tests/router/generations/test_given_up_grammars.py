@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from dispatch_rig import System, collect, run
+from dispatch_rig import System, collect, live
 from scripted_engine import make_request
 
 from pdkv.errors import GrammarGivenUp
@@ -18,12 +18,10 @@ def shaped_request(pattern: str) -> GenerateRequest:
     return msgspec.structs.replace(make_request(), params=params)
 
 
-def test_a_grammar_that_an_engine_gave_up_is_refused_for_a_minute_with_the_same_error() -> None:
+async def test_a_grammar_that_an_engine_gave_up_is_refused_for_a_minute_with_the_same_error() -> None:
     """F46: the same grammar, sent again, held an engine up again at once."""
     now = 100.0
-
-    async def body(system: System) -> None:
-        nonlocal now
+    async with live(System(0, 2, clock=lambda: now)) as system:
         system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
         system.backends["any-0"].held = True
         generation = system.dispatcher.start(shaped_request("a+"))
@@ -46,8 +44,6 @@ def test_a_grammar_that_an_engine_gave_up_is_refused_for_a_minute_with_the_same_
         await collect(system.dispatcher.start(shaped_request("b+")))
         now += 2.0
         await collect(system.dispatcher.start(shaped_request("a+")))
-
-    run(System(0, 2, clock=lambda: now), body)
 
 
 def test_only_so_many_are_remembered_and_those_of_late() -> None:

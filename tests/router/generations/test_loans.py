@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from dispatch_rig import System, check_right, collect, run
+from dispatch_rig import System, check_right, collect, live
 from scripted_engine import expected_output, make_request
 
 from pdkv.block_keys import extend_keys, root_key
@@ -56,8 +56,8 @@ class Lending(System):
         self.lender.engine.draw = lambda n: num if n == 4 else 0
 
 
-def test_what_a_lender_has_is_named_to_prefill_and_returned() -> None:
-    async def body(system: Any) -> None:
+async def test_what_a_lender_has_is_named_to_prefill_and_returned() -> None:
+    async with live(Lending()) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         await check_right(system, request)
@@ -68,17 +68,14 @@ def test_what_a_lender_has_is_named_to_prefill_and_returned() -> None:
         assert system.dispatcher.counters.loans == {"ok": 1}
         assert system.dispatcher.counters.dropped_messages == 0
 
-    run(Lending(), body)
-
 
 @pytest.mark.parametrize("answer", [2, 3])
 @pytest.mark.parametrize("kind", ["pull", "push"])
-def test_a_lender_that_refuses_or_keeps_silent_costs_nothing_but_time(
+async def test_a_lender_that_refuses_or_keeps_silent_costs_nothing_but_time(
     monkeypatch: pytest.MonkeyPatch, kind: str, answer: int
 ) -> None:
     monkeypatch.setattr(driver, "LOAN_TIMEOUT_S", 0.02 if answer == 2 else 20.0)
-
-    async def body(system: Any) -> None:
+    async with live(Lending(kind=kind)) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         system.answer(answer)
@@ -89,11 +86,9 @@ def test_a_lender_that_refuses_or_keeps_silent_costs_nothing_but_time(
         assert system.dispatcher.counters.loans == {code: 1}
         assert system.dispatcher.fleet.speeds._lost_s > 0
 
-    run(Lending(kind=kind), body)
 
-
-def test_prefill_is_asked_at_once_when_the_lender_dies() -> None:
-    async def body(system: Any) -> None:
+async def test_prefill_is_asked_at_once_when_the_lender_dies() -> None:
+    async with live(Lending()) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         system.lender.held = True
@@ -107,10 +102,8 @@ def test_prefill_is_asked_at_once_when_the_lender_dies() -> None:
         assert generation.num_attempts == 1  # it did not depend on it
         assert system.dispatcher.counters.loans == {"peer_gone": 1}
 
-    run(Lending(), body)
 
-
-def test_an_error_about_a_lender_that_is_late_costs_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_about_a_lender_that_is_late_costs_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LOAN_TIMEOUT_S", 0.02)
     go_without_loan, broken = RequestFlow.go_without_loan, []
 
@@ -121,8 +114,7 @@ def test_an_error_about_a_lender_that_is_late_costs_that_request_alone(monkeypat
         return go_without_loan(self, code, now)
 
     monkeypatch.setattr(RequestFlow, "go_without_loan", fail_once)
-
-    async def body(system: Any) -> None:
+    async with live(Lending()) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         system.answer(2)
@@ -131,11 +123,9 @@ def test_an_error_about_a_lender_that_is_late_costs_that_request_alone(monkeypat
             await collect(generation)
         await check_right(system, request)
 
-    run(Lending(), body)
 
-
-def test_what_a_lender_names_must_be_what_it_was_asked_for() -> None:
-    async def body(system: Any) -> None:
+async def test_what_a_lender_names_must_be_what_it_was_asked_for() -> None:
+    async with live(Lending()) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         system.lender.held = True
@@ -151,11 +141,9 @@ def test_what_a_lender_names_must_be_what_it_was_asked_for() -> None:
         generation.abort()
         system.lender.engine.tasks.clear()
 
-    run(Lending(), body)
 
-
-def test_the_borrower_hears_that_its_lender_died() -> None:
-    async def body(system: Any) -> None:
+async def test_the_borrower_hears_that_its_lender_died() -> None:
+    async with live(Lending()) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         system.borrower.held = True
@@ -168,12 +156,10 @@ def test_the_borrower_hears_that_its_lender_died() -> None:
         tokens, _ = await collect(generation)
         assert tokens == expected_output(request)
 
-    run(Lending(), body)
-
 
 @pytest.mark.parametrize(("code", "is_avoided"), [("kv_not_found", False), ("transfer_failed", True)])
-def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(code: str, is_avoided: bool) -> None:
-    async def body(system: Any) -> None:
+async def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(code: str, is_avoided: bool) -> None:
+    async with live(Lending()) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         system.borrower.held = True
@@ -191,11 +177,9 @@ def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(code: 
         system.borrower.release()
         await asyncio.sleep(0.01)
 
-    run(Lending(), body)
 
-
-def test_what_prefills_loads_and_answers_took_is_measured() -> None:
-    async def body(system: Any) -> None:
+async def test_what_prefills_loads_and_answers_took_is_measured() -> None:
+    async with live(Lending()) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         system.borrower.held = True
@@ -214,5 +198,3 @@ def test_what_prefills_loads_and_answers_took_is_measured() -> None:
         assert costs.compute_s == pytest.approx(100 * 0.05)
         generation.abort()
         system.borrower.engine.tasks.clear()
-
-    run(Lending(), body)

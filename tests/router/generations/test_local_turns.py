@@ -1,7 +1,7 @@
 """Prompts that a decode engine runs alone, as it has nearly all of them: to the end, away from it, with siblings."""
 
 import msgspec
-from dispatch_rig import System, check_right, collect, run, until
+from dispatch_rig import System, check_right, collect, live, until
 from scripted_engine import expected_output, make_request
 
 from pdkv.block_keys import extend_keys, root_key
@@ -22,8 +22,8 @@ def store(system: System, engine: str, request: GenerateRequest) -> None:
     system.backends[engine].say(KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
 
 
-def test_it_is_answered_there_and_counted_and_nobody_else_is_asked() -> None:
-    async def body(system: System) -> None:
+async def test_it_is_answered_there_and_counted_and_nobody_else_is_asked() -> None:
+    async with live(make_system(1)) as system:
         request = make_request(100)
         store(system, "decode-0", request)
         generation = await check_right(system, request)
@@ -32,13 +32,10 @@ def test_it_is_answered_there_and_counted_and_nobody_else_is_asked() -> None:
         await check_right(system, make_request(100, cache_salt="another"))
         assert system.dispatcher.num_local_turns == 1
 
-    run(make_system(1), body)
 
-
-def test_it_stays_on_an_engine_that_drains_if_no_other_one_decodes() -> None:
+async def test_it_stays_on_an_engine_that_drains_if_no_other_one_decodes() -> None:
     """Moved, it would wait for an engine that nobody starts."""
-
-    async def body(system: System) -> None:
+    async with live(make_system(1)) as system:
         request = make_request(100, max_tokens=40)
         store(system, "decode-0", request)
         system.backends["decode-0"].held = True
@@ -48,11 +45,9 @@ def test_it_stays_on_an_engine_that_drains_if_no_other_one_decodes() -> None:
         system.backends["decode-0"].release()
         assert (await collect(generation))[0] == expected_output(request)
 
-    run(make_system(1), body)
 
-
-def test_it_moves_off_an_engine_that_drains_to_both_roles_engines() -> None:
-    async def body(system: System) -> None:
+async def test_it_moves_off_an_engine_that_drains_to_both_roles_engines() -> None:
+    async with live(make_system(2)) as system:
         request = make_request(100, max_tokens=40)
         store(system, "decode-0", request)
         system.backends["decode-0"].held = True
@@ -64,13 +59,10 @@ def test_it_moves_off_an_engine_that_drains_to_both_roles_engines() -> None:
         assert (await collect(generation))[0] == expected_output(request)
         system.backends["decode-0"].release()
 
-    run(make_system(2), body)
 
-
-def test_later_choices_of_its_prompt_are_run_where_the_first_one_was() -> None:
+async def test_later_choices_of_its_prompt_are_run_where_the_first_one_was() -> None:
     """Their KV is there, whatever else the engine has to do."""
-
-    async def body(system: System) -> None:
+    async with live(make_system(2, "always")) as system:
         request = make_request(100)
         store(system, "decode-0", request)
         first = await check_right(system, request)
@@ -79,5 +71,3 @@ def test_later_choices_of_its_prompt_are_run_where_the_first_one_was() -> None:
             generation = system.dispatcher.start(sibling)
             assert generation.flow.route.prefill == "decode-0"
             await collect(generation)
-
-    run(make_system(2, "always"), body)

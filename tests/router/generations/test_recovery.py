@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from dispatch_rig import PoisonedBackend, System, check_right, collect, run, until
+from dispatch_rig import PoisonedBackend, System, check_right, collect, live, until
 from scripted_engine import ORDERS_OF, STOP, Task, expected_output, make_request
 
 from pdkv.config import RecoveryConfig
@@ -71,8 +71,8 @@ def submits(system: System, request_id: str, kv: str) -> list[Submit]:
 # --- before the first token -------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_tried_on_each_engine_once() -> None:
-    async def body(system: System) -> None:
+async def test_a_request_is_tried_on_each_engine_once() -> None:
+    async with live(System(3, 1)) as system:
         for backend in system.backends.values():
             backend.held = True
         generation = system.dispatcher.start(make_request())
@@ -87,11 +87,9 @@ def test_a_request_is_tried_on_each_engine_once() -> None:
             await collect(generation)
         assert system.dispatcher.counters.retried == 3  # the last of them found no engine
 
-    run(System(3, 1), body)
 
-
-def test_engines_that_have_too_much_to_do_are_not_blamed_and_the_client_may_come_again() -> None:
-    async def body(system: System) -> None:
+async def test_engines_that_have_too_much_to_do_are_not_blamed_and_the_client_may_come_again() -> None:
+    async with live(System(2, 1)) as system:
         for backend in system.backends.values():
             backend.held = True
         generation = system.dispatcher.start(make_request())
@@ -103,12 +101,10 @@ def test_engines_that_have_too_much_to_do_are_not_blamed_and_the_client_may_come
             await collect(generation)
         assert [num_failures(system, name) for name in ("prefill-0", "prefill-1")] == [0, 0]
 
-    run(System(2, 1), body)
-
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_no_request_is_tried_again_more_often_than_its_limit(limit: int) -> None:
-    async def body(system: System) -> None:
+async def test_no_request_is_tried_again_more_often_than_its_limit(limit: int) -> None:
+    async with live(System(5, 1, recovery=RecoveryConfig(retry_limit=limit))) as system:
         for backend in system.backends.values():
             backend.held = True
         generation = system.dispatcher.start(make_request())
@@ -121,8 +117,6 @@ def test_no_request_is_tried_again_more_often_than_its_limit(limit: int) -> None
         with pytest.raises(RequestFailed, match="no room"):
             await collect(generation)
 
-    run(System(5, 1, recovery=RecoveryConfig(retry_limit=limit)), body)
-
 
 def test_limits_are_checked() -> None:
     with pytest.raises(ConfigError, match="migration_limit: a whole number of at least 0 was expected, got -1"):
@@ -134,8 +128,8 @@ def test_limits_are_checked() -> None:
 
 @pytest.mark.parametrize(("kind", "order"), LEGAL)
 @pytest.mark.parametrize("num_tokens", [1, 4, 7])
-def test_a_stream_goes_on_behind_its_tokens_when_decode_dies(kind: str, order: Order, num_tokens: int) -> None:
-    async def body(system: System) -> None:
+async def test_a_stream_goes_on_behind_its_tokens_when_decode_dies(kind: str, order: Order, num_tokens: int) -> None:
+    async with live(System(2, 2, kind=kind, orders=[order])) as system:
         request = long_request(8)
         generation = system.dispatcher.start(request)
         victim = await kill_at(system, generation, num_tokens)
@@ -147,11 +141,9 @@ def test_a_stream_goes_on_behind_its_tokens_when_decode_dies(kind: str, order: O
         assert system.dispatcher.counters.retried == 0
         assert generation.sources == SourceCounts(computed=len(request.prompt_token_ids))
 
-    run(System(2, 2, kind=kind, orders=[order]), body)
 
-
-def test_an_aggregated_engine_s_streams_go_on_on_another_one() -> None:
-    async def body(system: System) -> None:
+async def test_an_aggregated_engine_s_streams_go_on_on_another_one() -> None:
+    async with live(System(0, 2)) as system:
         requests = [long_request(8) for _ in range(4)]
         generations = [system.dispatcher.start(request) for request in requests]
         await until(lambda: len(generations[0].flow.output_token_ids) >= 3)
@@ -160,23 +152,21 @@ def test_an_aggregated_engine_s_streams_go_on_on_another_one() -> None:
             assert (await collect(generation))[0] == expected_output(request)
         assert system.dispatcher.counters.failed == {}
 
-    run(System(0, 2), body)
 
-
-def test_without_migrations_a_stream_fails_at_once() -> None:
-    async def body(system: System) -> None:
+async def test_without_migrations_a_stream_fails_at_once() -> None:
+    async with live(System(1, 2, recovery=RecoveryConfig(migration_limit=0))) as system:
         generation = system.dispatcher.start(long_request())
         victim = await kill_at(system, generation, 3)
         with pytest.raises(EngineDied, match=f"engine {victim} died"):
             await collect(generation)
         assert system.dispatcher.counters.migrated == 0
 
-    run(System(1, 2, recovery=RecoveryConfig(migration_limit=0)), body)
-
 
 @pytest.mark.parametrize(("kind", "order"), LEGAL)
-def test_a_prompt_that_was_handed_off_is_run_once_although_decode_dies_before_its_load(kind: str, order: Order) -> None:
-    async def body(system: System) -> None:
+async def test_a_prompt_that_was_handed_off_is_run_once_although_decode_dies_before_its_load(
+    kind: str, order: Order
+) -> None:
+    async with live(System(1, 2, kind=kind, orders=[order])) as system:
         request = long_request()
         go_on = stop_where(system, lambda task: task.stage == "loading")
         generation = system.dispatcher.start(request)
@@ -194,13 +184,10 @@ def test_a_prompt_that_was_handed_off_is_run_once_although_decode_dies_before_it
         assert readers[0].handoff is not None
         assert readers[0].handoff.attempt == 0
 
-    run(System(1, 2, kind=kind, orders=[order]), body)
 
-
-def test_a_load_that_decode_gives_up_is_tried_on_another_one_from_the_same_hand_off() -> None:
+async def test_a_load_that_decode_gives_up_is_tried_on_another_one_from_the_same_hand_off() -> None:
     """Load failure policy "fail"."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 2)) as system:
         for name in ("decode-0", "decode-1"):
             system.backends[name].held = True
         request = long_request()
@@ -219,13 +206,10 @@ def test_a_load_that_decode_gives_up_is_tried_on_another_one_from_the_same_hand_
         assert len(submits(system, generation.request_id, "handoff")) == 1
         assert [type(m) for m in system.backends["prefill-0"].heard(Release)] == [Release]
 
-    run(System(1, 2), body)
 
-
-def test_a_bad_decode_engine_costs_prefill_nothing() -> None:
+async def test_a_bad_decode_engine_costs_prefill_nothing() -> None:
     """Its failures are its own: neither the breaker nor a mark keeps requests from the prefill engine."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 2)) as system:
         bad = system.backends["decode-0"]
         bad.held = True
         for _ in range(10):
@@ -242,14 +226,11 @@ def test_a_bad_decode_engine_costs_prefill_nothing() -> None:
         assert num_failures(system, "decode-0") > 0
         assert {generation.flow.prompt_engine for _ in "x"} == {"prefill-0"}
 
-    run(System(1, 2), body)
-
 
 @pytest.mark.parametrize(("kind", "order"), LEGAL)
-def test_who_takes_over_is_chosen_like_any_other_decode_engine(kind: str, order: Order) -> None:
+async def test_who_takes_over_is_chosen_like_any_other_decode_engine(kind: str, order: Order) -> None:
     """Router 14: it was any engine that was ready, whatever its breaker, its marks and its orders."""
-
-    async def body(system: System) -> None:
+    async with live(System(2, 4, kind=kind, orders=[order], clock=lambda: 0.0)) as system:
         fleet, request = system.dispatcher.fleet, long_request()
         for _ in range(5):
             fleet.engines["decode-0"].breaker.failed(0.0)
@@ -263,15 +244,13 @@ def test_who_takes_over_is_chosen_like_any_other_decode_engine(kind: str, order:
         assert (flow.route.prefill, heir) != ("prefill-0", "decode-1")
         assert generation.num_attempts == 2
 
-    run(System(2, 4, kind=kind, orders=[order], clock=lambda: 0.0), body)
-
 
 # --- decode is bound late ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["pull", "store"])
-def test_prompts_that_are_still_being_run_are_no_load_of_decode(kind: str) -> None:
-    async def body(system: System) -> None:
+async def test_prompts_that_are_still_being_run_are_no_load_of_decode(kind: str) -> None:
+    async with live(System(1, 2, kind=kind)) as system:
         system.backends["prefill-0"].held = True
         generations = [system.dispatcher.start(make_request()) for _ in range(6)]
         in_flight = {e.name: e.in_flight for e in system.dispatcher.engines()}
@@ -284,16 +263,14 @@ def test_prompts_that_are_still_being_run_are_no_load_of_decode(kind: str) -> No
             assert generation.decode_engine == "decode-1"
         assert (system.dispatcher.counters.retried, system.dispatcher.counters.migrated) == (0, 0)
 
-    run(System(1, 2, kind=kind), body)
-
 
 # --- engines that are left --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "order"), LEGAL)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_generation_moves_away_from_an_engine_that_hangs(kind: str, order: Order, side: str) -> None:
-    async def body(system: System) -> None:
+async def test_a_generation_moves_away_from_an_engine_that_hangs(kind: str, order: Order, side: str) -> None:
+    async with live(System(2, 2, kind=kind, orders=[order])) as system:
         request = long_request()
         held = [backend for name, backend in system.backends.items() if name.startswith(side)]
         for backend in held:
@@ -316,11 +293,9 @@ def test_a_generation_moves_away_from_an_engine_that_hangs(kind: str, order: Ord
         assert num_failures(system, hanging) == 0  # whose fault it is, health knows
         system.backends[hanging].release()  # what it still says is dropped
 
-    run(System(2, 2, kind=kind, orders=[order]), body)
 
-
-def test_nobody_moves_where_there_is_no_other_engine_or_behind_the_end() -> None:
-    async def body(system: System) -> None:
+async def test_nobody_moves_where_there_is_no_other_engine_or_behind_the_end() -> None:
+    async with live(System(1, 1)) as system:
         generation = system.dispatcher.start(long_request())
         assert not system.dispatcher.move(generation, "slow")
         await until(lambda: generation.decode_engine != "")
@@ -329,12 +304,10 @@ def test_nobody_moves_where_there_is_no_other_engine_or_behind_the_end() -> None
         assert not system.dispatcher.move(generation, "slow")
         assert system.dispatcher.counters.migrated == 0
 
-    run(System(1, 1), body)
-
 
 @pytest.mark.parametrize("why", ["draining", "stuck"])
-def test_an_engine_that_was_left_may_be_asked_again_when_it_is_well(why: str) -> None:
-    async def body(system: System) -> None:
+async def test_an_engine_that_was_left_may_be_asked_again_when_it_is_well(why: str) -> None:
+    async with live(System(1, 2)) as system:
         dispatcher = system.dispatcher
         go_on = stop_where(system, lambda task: len(task.output) >= 3)
         generation = dispatcher.start(long_request())
@@ -358,16 +331,14 @@ def test_an_engine_that_was_left_may_be_asked_again_when_it_is_well(why: str) ->
         go_on()
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
 
-    run(System(1, 2), body)
-
 
 # --- nothing there ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "order"), LEGAL)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_requests_wait_for_a_role_that_is_gone(kind: str, order: Order, role: str) -> None:
-    async def body(system: System) -> None:
+async def test_requests_wait_for_a_role_that_is_gone(kind: str, order: Order, role: str) -> None:
+    async with live(System(2, 2, kind=kind, orders=[order])) as system:
         running = [system.dispatcher.start(long_request()) for _ in range(4)]
         await until(lambda: len(running[0].flow.output_token_ids) >= 2)
         gone = [name for name in system.backends if name.startswith(role)]
@@ -384,14 +355,11 @@ def test_requests_wait_for_a_role_that_is_gone(kind: str, order: Order, role: st
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
         assert system.dispatcher.counters.failed == {}
 
-    run(System(2, 2, kind=kind, orders=[order]), body)
-
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_only_engine_is_asked_again_when_its_connection_was_cut(role: str) -> None:
+async def test_the_only_engine_is_asked_again_when_its_connection_was_cut(role: str) -> None:
     """It is the same incarnation, and has failed nobody."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1)) as system:
         generation = system.dispatcher.start(long_request())
         if role == "decode":
             await until(lambda: len(generation.flow.output_token_ids) >= 3)
@@ -399,11 +367,9 @@ def test_the_only_engine_is_asked_again_when_its_connection_was_cut(role: str) -
         system.backends[f"{role}-0"].start(system.card(f"{role}-0"))
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
 
-    run(System(1, 1), body)
 
-
-def test_a_hand_off_waits_for_a_decode_engine_and_is_not_run_again() -> None:
-    async def body(system: System) -> None:
+async def test_a_hand_off_waits_for_a_decode_engine_and_is_not_run_again() -> None:
+    async with live(System(1, 1)) as system:
         system.backends["prefill-0"].held = True
         generation = system.dispatcher.start(long_request())
         system.backends["decode-0"].die()
@@ -415,11 +381,9 @@ def test_a_hand_off_waits_for_a_decode_engine_and_is_not_run_again() -> None:
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
         assert len(submits(system, generation.request_id, "handoff")) == 1
 
-    run(System(1, 1), body)
 
-
-def test_who_waits_is_bounded_by_its_deadline_and_may_be_aborted() -> None:
-    async def body(system: System) -> None:
+async def test_who_waits_is_bounded_by_its_deadline_and_may_be_aborted() -> None:
+    async with live(System(1, 1)) as system:
         system.backends["decode-0"].die()
         late, aborted = (system.dispatcher.start(make_request(timeout_s=t)) for t in (0.01, 60.0))
         with pytest.raises(RequestTimeout, match=r"longer than 0\.01 s; at last it waited for an engine that was gone"):
@@ -427,13 +391,10 @@ def test_who_waits_is_bounded_by_its_deadline_and_may_be_aborted() -> None:
         aborted.abort()
         assert system.dispatcher.num_parked == 0
 
-    run(System(1, 1), body)
 
-
-def test_nobody_waits_for_what_cannot_come() -> None:
+async def test_nobody_waits_for_what_cannot_come() -> None:
     """An engine that failed the request and lives is not coming back."""
-
-    async def body(system: System) -> None:
+    async with live(System(0, 1)) as system:
         system.backends["any-0"].held = True
         generation = system.dispatcher.start(make_request())
         system.backends["any-0"].engine.tasks.clear()
@@ -441,21 +402,17 @@ def test_nobody_waits_for_what_cannot_come() -> None:
         with pytest.raises(RequestFailed, match="no room"):
             await collect(generation)
 
-    run(System(0, 1), body)
 
-
-def test_a_fleet_that_was_never_ready_is_unavailable() -> None:
-    async def body(system: System) -> None:
+async def test_a_fleet_that_was_never_ready_is_unavailable() -> None:
+    async with live(System(1, 1), start=False) as system:
         system.dispatcher.connect()
         with pytest.raises(EngineUnavailable, match="no prefill engine is ready"):
             system.dispatcher.start(make_request())
 
-    run(System(1, 1), body, start=False)
-
 
 @pytest.mark.parametrize("gone", ["prefill", "decode"])
-def test_engines_of_the_other_role_take_over_where_that_is_asked_for(gone: str) -> None:
-    async def body(system: System) -> None:
+async def test_engines_of_the_other_role_take_over_where_that_is_asked_for(gone: str) -> None:
+    async with live(System(1, 1, recovery=RecoveryConfig(take_over=True))) as system:
         running = system.dispatcher.start(long_request())
         await until(lambda: len(running.flow.output_token_ids) >= 2)
         system.backends[f"{gone}-0"].die()
@@ -464,11 +421,9 @@ def test_engines_of_the_other_role_take_over_where_that_is_asked_for(gone: str) 
         assert generation.prefill_engine == generation.decode_engine
         assert (await collect(running))[0] == expected_output(running.flow.request)
 
-    run(System(1, 1, recovery=RecoveryConfig(take_over=True)), body)
 
-
-def test_a_prefill_engine_decodes_what_it_has_handed_off_where_it_takes_over() -> None:
-    async def body(system: System) -> None:
+async def test_a_prefill_engine_decodes_what_it_has_handed_off_where_it_takes_over() -> None:
+    async with live(System(1, 1, recovery=RecoveryConfig(take_over=True))) as system:
         system.backends["prefill-0"].held = True
         generation = system.dispatcher.start(long_request())
         system.backends["decode-0"].die()
@@ -477,8 +432,6 @@ def test_a_prefill_engine_decodes_what_it_has_handed_off_where_it_takes_over() -
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
         assert generation.decode_engine == "prefill-0"
         assert len(system.backends["prefill-0"].heard(Release)) == 1
-
-    run(System(1, 1, recovery=RecoveryConfig(take_over=True)), body)
 
 
 async def hand_off_to_nobody(system: System) -> tuple[list[Generation], list[Generation]]:
@@ -491,8 +444,8 @@ async def hand_off_to_nobody(system: System) -> tuple[list[Generation], list[Gen
     return by_engine[0], by_engine[1]
 
 
-def test_a_hand_off_of_an_engine_that_now_decodes_alone_is_run_elsewhere() -> None:
-    async def body(system: System) -> None:
+async def test_a_hand_off_of_an_engine_that_now_decodes_alone_is_run_elsewhere() -> None:
+    async with live(System(2, 1)) as system:
         own, others = await hand_off_to_nobody(system)
         flipped = system.dispatcher.fleet.engines["prefill-0"]
         flipped.role = flipped.assigned = "decode"
@@ -503,11 +456,9 @@ def test_a_hand_off_of_an_engine_that_now_decodes_alone_is_run_elsewhere() -> No
         assert len(submits(system, others[0].request_id, "handoff")) == 1
         assert len(submits(system, own[0].request_id, "handoff")) == 2
 
-    run(System(2, 1), body)
 
-
-def test_who_can_run_does_not_wait_behind_one_who_cannot() -> None:
-    async def body(system: System) -> None:
+async def test_who_can_run_does_not_wait_behind_one_who_cannot() -> None:
+    async with live(System(2, 1)) as system:
         own, others = await hand_off_to_nobody(system)
         engines = system.dispatcher.fleet.engines
         engines["prefill-0"].role = engines["prefill-0"].assigned = "decode"
@@ -520,8 +471,6 @@ def test_who_can_run_does_not_wait_behind_one_who_cannot() -> None:
         system.dispatcher.engines_changed()
         for generation in own:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
-
-    run(System(2, 1), body)
 
 
 # --- requests that kill engines ---------------------------------------------------------------------------------------
@@ -544,10 +493,11 @@ def deaths(system: System) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("num_prefill", "num_decode"), [(0, 2), (0, 3), (2, 2), (1, 1)], ids=["2 alike", "3 alike", "2P2D", "1P1D"]
 )
-def test_of_a_poison_prompt_and_50_innocents_it_alone_fails(num_prefill: int, num_decode: int) -> None:
+async def test_of_a_poison_prompt_and_50_innocents_it_alone_fails(num_prefill: int, num_decode: int) -> None:
     """F28."""
-
-    async def body(system: System) -> None:
+    async with live(
+        poisoned(num_prefill, num_decode, lambda task: len(task.submit.prompt_token_ids) == POISON)
+    ) as system:
         innocents = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(25)]
         await asyncio.sleep(0)
         poison = system.dispatcher.start(make_request(POISON, 4))
@@ -561,14 +511,12 @@ def test_of_a_poison_prompt_and_50_innocents_it_alone_fails(num_prefill: int, nu
         assert system.dispatcher.counters.failed == {"kills_engines": 1}
         assert sum(deaths(system).values()) == 3  # once among others, twice alone
 
-    run(poisoned(num_prefill, num_decode, lambda task: len(task.submit.prompt_token_ids) == POISON), body)
-
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 7, 25])
 @pytest.mark.parametrize(
     ("num_prefill", "num_decode", "kind"), [(0, 2, "pull"), (2, 2, "pull"), (1, 1, "store"), (2, 2, "push")]
 )
-def test_of_several_poison_prompts_and_30_innocents_they_alone_fail(
+async def test_of_several_poison_prompts_and_30_innocents_they_alone_fail(
     num_prefill: int, num_decode: int, kind: str, seed: int
 ) -> None:
     """Up to 10 prompts, each of which ends engines at a token of its own; they come whenever."""
@@ -580,7 +528,8 @@ def test_of_several_poison_prompts_and_30_innocents_they_alone_fail(
     def is_poison(task: Task) -> bool:
         return len(task.output) >= fatal.get(len(task.submit.prompt_token_ids), 1000)
 
-    async def body(system: System) -> None:
+    orders = ["prefill_first"] if kind != "push" else ["needs_peer_first"]
+    async with live(poisoned(num_prefill, num_decode, is_poison, kind=kind, orders=orders)) as system:
         requests = [make_request(size, 8) for size in fatal]
         requests += [make_request(100 + i, chance.choice([1, 4, 12])) for i in range(30)]
         chance.shuffle(requests)
@@ -599,14 +548,10 @@ def test_of_several_poison_prompts_and_30_innocents_they_alone_fail(
         assert system.dispatcher.counters.failed["kills_engines"] >= num_poisons - 1
         assert sum(deaths(system).values()) <= 5 * num_poisons
 
-    orders = ["prefill_first"] if kind != "push" else ["needs_peer_first"]
-    run(poisoned(num_prefill, num_decode, is_poison, kind=kind, orders=orders), body)
 
-
-def test_of_several_suspects_on_one_engine_none_is_taken_for_the_one_that_killed_it() -> None:
+async def test_of_several_suspects_on_one_engine_none_is_taken_for_the_one_that_killed_it() -> None:
     """Pushes whose decode engine dies are suspects, and their prompts go on together on one prefill engine."""
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1, kind="push", orders=["needs_peer_first"])) as system:
         system.backends["prefill-0"].held = True
         generations = [system.dispatcher.start(make_request(50 + i, 4)) for i in range(3)]
         await until(lambda: all(g.flow.runs_on("prefill-0") for g in generations))
@@ -621,16 +566,14 @@ def test_of_several_suspects_on_one_engine_none_is_taken_for_the_one_that_killed
         for generation in generations:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
 
-    run(System(1, 1, kind="push", orders=["needs_peer_first"]), body)
 
-
-def test_a_request_that_kills_engines_at_some_token_is_found_too() -> None:
+async def test_a_request_that_kills_engines_at_some_token_is_found_too() -> None:
     """It has brought tokens before, as all the others; none of them is taken for it."""
 
     def is_poison(task: Task) -> bool:
         return len(task.submit.prompt_token_ids) == POISON and len(task.submit.output_token_ids) >= 1
 
-    async def body(system: System) -> None:
+    async with live(poisoned(2, 2, is_poison)) as system:
         poison = system.dispatcher.start(make_request(POISON, 12))
         others = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(10)]
         for generation in others:
@@ -638,13 +581,10 @@ def test_a_request_that_kills_engines_at_some_token_is_found_too() -> None:
         with pytest.raises(KillsEngines):
             await collect(poison)
 
-    run(poisoned(2, 2, is_poison), body)
 
-
-def test_engines_that_die_by_themselves_cost_no_request() -> None:
+async def test_engines_that_die_by_themselves_cost_no_request() -> None:
     """Twice in a row, the one to which its requests have just moved, too: chance, and no request is to blame."""
-
-    async def body(system: System) -> None:
+    async with live(System(0, 2, backend=PoisonedBackend)) as system:
         generations = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(12)]
         await until(lambda: sum(len(g.flow.output_token_ids) for g in generations) >= 20)
         for name in ("any-0", "any-1"):
@@ -654,11 +594,9 @@ def test_engines_that_die_by_themselves_cost_no_request() -> None:
         for generation in generations:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
 
-    run(System(0, 2, backend=PoisonedBackend), body)
 
-
-def test_suspects_run_one_per_engine_at_a_time() -> None:
-    async def body(system: System) -> None:
+async def test_suspects_run_one_per_engine_at_a_time() -> None:
+    async with live(System(0, 2)) as system:
         first = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(8)]
         most = 0
         system.backends["any-0"].die()
@@ -674,5 +612,3 @@ def test_suspects_run_one_per_engine_at_a_time() -> None:
         assert most == 1
         for generation in first:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
-
-    run(System(0, 2), body)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from asgi_client import call
 from asgi_client import run as run_main
-from dispatch_rig import System, check_right, collect, run
+from dispatch_rig import System, check_right, collect, live
 from scripted_engine import make_request
 
 from pdkv.errors import RequestFailed
@@ -18,8 +18,8 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
-def test_a_request_is_seen_while_it_runs_and_after_its_end() -> None:
-    async def body(system: System) -> None:
+async def test_a_request_is_seen_while_it_runs_and_after_its_end() -> None:
+    async with live(System(1, 1)) as system:
         system.backends["prefill-0"].held = True
         request = make_request(20, max_tokens=5, label="client-7", traceparent=TRACEPARENT)
         generation = system.dispatcher.start(request)
@@ -39,11 +39,9 @@ def test_a_request_is_seen_while_it_runs_and_after_its_end() -> None:
         assert [t["source"] for t in ended["transfers"]] == ["prefill-0"]
         assert "prompt_token_ids" not in json.dumps(ended)
 
-    run(System(1, 1), body)
 
-
-def test_a_failed_request_says_why_and_a_retried_one_where_it_was() -> None:
-    async def body(system: System) -> None:
+async def test_a_failed_request_says_why_and_a_retried_one_where_it_was() -> None:
+    async with live(System(2, 1)) as system:
         for name in system.backends:
             system.backends[name].held = True
         generation = system.dispatcher.start(make_request(label="retried"))
@@ -58,11 +56,9 @@ def test_a_failed_request_says_why_and_a_retried_one_where_it_was() -> None:
         assert (failed["state"], failed["error"]) == ("failed", {"code": "strange", "message": "it does not work"})
         assert [leg["outcome"] for leg in failed["legs"]] == ["", "strange"]
 
-    run(System(2, 1), body)
 
-
-def test_only_the_last_are_known_and_one_id_may_name_several() -> None:
-    async def body(system: System) -> None:
+async def test_only_the_last_are_known_and_one_id_may_name_several() -> None:
+    async with live(System(1, 1)) as system:
         first = await check_right(system, make_request(20, 1, label="first"))
         for _ in range(3):
             await check_right(system, make_request(20, 1, label="same"))
@@ -73,8 +69,6 @@ def test_only_the_last_are_known_and_one_id_may_name_several() -> None:
         assert system.dispatcher.find_requests("first") == []
         assert system.dispatcher.find_requests(first.request_id) == []
         assert len(system.dispatcher.find_requests("more")) == 64
-
-    run(System(1, 1), body)
 
 
 def test_the_endpoint_answers_with_json() -> None:

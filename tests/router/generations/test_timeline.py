@@ -4,7 +4,7 @@ import itertools
 import logging
 
 import pytest
-from dispatch_rig import System, check_right, collect, run
+from dispatch_rig import System, check_right, collect, live
 from scripted_engine import make_request
 
 from pdkv.errors import RequestTimeout
@@ -20,8 +20,8 @@ def ticking(**options: object) -> System:
     return System(1, 1, clock=lambda: next(seconds), **options)
 
 
-def test_a_prefill_a_transfer_and_a_decode() -> None:
-    async def body(system: System) -> None:
+async def test_a_prefill_a_transfer_and_a_decode() -> None:
+    async with live(ticking()) as system:
         generation = await check_right(system, make_request())
         timeline = generation.timeline
         assert [(leg.part, leg.engine, leg.attempt, leg.outcome) for leg in timeline.legs] == [
@@ -42,11 +42,9 @@ def test_a_prefill_a_transfer_and_a_decode() -> None:
         for histogram in (delays.balancing, delays.transfer, delays.transfer_bytes, delays.queue, delays.inference):
             assert histogram.count == 1
 
-    run(ticking(), body)
 
-
-def test_a_retry_is_a_leg_of_its_own_and_its_log_line_names_the_client(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(system: System) -> None:
+async def test_a_retry_is_a_leg_of_its_own_and_its_log_line_names_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    async with live(System(2, 1)) as system:
         system.backends["prefill-0"].held = True
         generation = system.dispatcher.start(make_request(label="client-7", traceparent=TRACEPARENT))
         with caplog.at_level(logging.INFO, logger="pdkv"):
@@ -62,11 +60,9 @@ def test_a_retry_is_a_leg_of_its_own_and_its_log_line_names_the_client(caplog: p
         (submit,) = system.backends["prefill-1"].heard(Submit)
         assert (submit.label, submit.traceparent) == ("client-7", TRACEPARENT)
 
-    run(System(2, 1), body)
 
-
-def test_a_failed_load_is_logged_with_the_clients_name(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(system: System) -> None:
+async def test_a_failed_load_is_logged_with_the_clients_name(caplog: pytest.LogCaptureFixture) -> None:
+    async with live(System(1, 1)) as system:
         system.backends["decode-0"].held = True
         generation = system.dispatcher.start(make_request(label="client-7"))
         await anext(generation)
@@ -80,8 +76,6 @@ def test_a_failed_load_is_logged_with_the_clients_name(caplog: pytest.LogCapture
         assert generation.timeline.legs[1].outcome == RequestTimeout.code
         assert system.dispatcher.delays.transfer.count == 0
         system.backends["decode-0"].engine.tasks.clear()
-
-    run(System(1, 1), body)
 
 
 def test_what_is_kept_is_bounded() -> None:

@@ -219,33 +219,29 @@ def test_any_client_may_not_put_itself_before_all_others(tmp_path: Path) -> None
     assert [run(rig.post("a", priority=priority)).status for priority in (-3, -2, 5)] == [400, 200, 200]
 
 
-def test_a_key_has_its_streams_and_requests_and_others_have_theirs(tmp_path: Path) -> None:
+async def test_a_key_has_its_streams_and_requests_and_others_have_theirs(tmp_path: Path) -> None:
     rig = Rig(tmp_path, limits="max_streams = 1\nmax_requests = 2\n")
-
-    async def main() -> None:
-        stream, task = rig.begin("a", stream=True)
-        await rig.dispatcher.next_generation(0)
-        refused = await rig.post("a", stream=True)
-        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
-        assert refused.json()["error"] == {
-            "message": "the key 'a' may have at most 1 stream at a time: try again in 1 s",
-            "type": "rate_limit_error",
-            "param": None,
-            "code": "rate_limit_exceeded",
-        }
-        whole, whole_task = rig.begin("a")
-        await rig.dispatcher.next_generation(1)
-        assert (await rig.post("a")).status == 429
-        other, other_task = rig.begin("b", stream=True)
-        for number in range(3):
-            (await rig.dispatcher.next_generation(number)).put(tokens(*ids("ok"), end="stop"))
-        await asyncio.gather(task, whole_task, other_task)
-        assert stream.status == whole.status == other.status == 200
-        assert {t.name: (t.num_requests, t.num_streams) for t in rig.ring.tenants} == dict.fromkeys("ab", (0, 0)) | {
-            "root": (0, 0)
-        }
-
-    run(main())
+    stream, task = rig.begin("a", stream=True)
+    await rig.dispatcher.next_generation(0)
+    refused = await rig.post("a", stream=True)
+    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"] == {
+        "message": "the key 'a' may have at most 1 stream at a time: try again in 1 s",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    whole, whole_task = rig.begin("a")
+    await rig.dispatcher.next_generation(1)
+    assert (await rig.post("a")).status == 429
+    other, other_task = rig.begin("b", stream=True)
+    for number in range(3):
+        (await rig.dispatcher.next_generation(number)).put(tokens(*ids("ok"), end="stop"))
+    await asyncio.gather(task, whole_task, other_task)
+    assert stream.status == whole.status == other.status == 200
+    assert {t.name: (t.num_requests, t.num_streams) for t in rig.ring.tenants} == dict.fromkeys("ab", (0, 0)) | {
+        "root": (0, 0)
+    }
 
 
 def test_a_key_has_its_tokens_a_minute(tmp_path: Path) -> None:
@@ -258,26 +254,22 @@ def test_a_key_has_its_tokens_a_minute(tmp_path: Path) -> None:
         assert f"pdkv_key_{line}" in lines
 
 
-def test_a_key_in_debt_is_refused_before_its_body_is_read(tmp_path: Path) -> None:
+async def test_a_key_in_debt_is_refused_before_its_body_is_read(tmp_path: Path) -> None:
     """What comes beyond the 256 tokens that a request without max_tokens is taken to have is charged as it comes."""
     rig = Rig(tmp_path, limits="tokens_per_minute = 300\n")
-
-    async def main() -> None:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
-        reply, task = begin(rig.app, "POST", "/v1/chat/completions", body, rig.headers("a"))
-        generation = await rig.dispatcher.next_generation(0)
-        for _ in range(400):
-            generation.put(tokens(*ids("a")))
-        while generation.num_unread:
-            await asyncio.sleep(0)
-        unread = Exchange("POST", "/v1/completions", b"", rig.headers("a"))
-        await rig.app(unread.scope, lambda: pytest.fail("the body is read"), unread.send)
-        assert (unread.status, unread.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        generation.put(tokens(*ids("a"), end="stop"))
-        await task
-        assert reply.status == 200
-
-    run(main())
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    reply, task = begin(rig.app, "POST", "/v1/chat/completions", body, rig.headers("a"))
+    generation = await rig.dispatcher.next_generation(0)
+    for _ in range(400):
+        generation.put(tokens(*ids("a")))
+    while generation.num_unread:
+        await asyncio.sleep(0)
+    unread = Exchange("POST", "/v1/completions", b"", rig.headers("a"))
+    await rig.app(unread.scope, lambda: pytest.fail("the body is read"), unread.send)
+    assert (unread.status, unread.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    generation.put(tokens(*ids("a"), end="stop"))
+    await task
+    assert reply.status == 200
 
 
 def test_engines_are_told_tenants_apart(tmp_path: Path) -> None:
@@ -292,87 +284,77 @@ def test_engines_are_told_tenants_apart(tmp_path: Path) -> None:
     assert keyless.requests[0].tenant == ""
 
 
-def test_a_prompt_that_never_ran_costs_its_key_nothing(tmp_path: Path) -> None:
+async def test_a_prompt_that_never_ran_costs_its_key_nothing(tmp_path: Path) -> None:
     rig = Rig(tmp_path, limits="tokens_per_minute = 30\n")  # a request has 20
-
-    async def main() -> None:
-        rig.dispatcher.num_slots = 0
-        hurried = rig.headers("a") | {"x-pd-timeout-s": "0.01"}
-        assert (await call(rig.app, "POST", "/v1/completions", BODY, hurried)).status == 504
-        leaver, task = rig.begin("a")
-        while not rig.admission.num_waiting:
-            await asyncio.sleep(0)
-        leaver.disconnect()
-        await task
-        rig.dispatcher.give_room(1)
-        rig.dispatcher.available = False
-        assert (await rig.post("a")).status == 503
-        rig.dispatcher.available = True
-        served, task = rig.begin("a")
-        (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
-        await task
-        assert served.status == 200
-        lines = (await call(rig.app, "GET", "/metrics")).body.decode().splitlines()
-        assert 'pdkv_key_tokens_total{key="a"} 20.0' in lines
-
-    run(main())
+    rig.dispatcher.num_slots = 0
+    hurried = rig.headers("a") | {"x-pd-timeout-s": "0.01"}
+    assert (await call(rig.app, "POST", "/v1/completions", BODY, hurried)).status == 504
+    leaver, task = rig.begin("a")
+    while not rig.admission.num_waiting:
+        await asyncio.sleep(0)
+    leaver.disconnect()
+    await task
+    rig.dispatcher.give_room(1)
+    rig.dispatcher.available = False
+    assert (await rig.post("a")).status == 503
+    rig.dispatcher.available = True
+    served, task = rig.begin("a")
+    (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
+    await task
+    assert served.status == 200
+    lines = (await call(rig.app, "GET", "/metrics")).body.decode().splitlines()
+    assert 'pdkv_key_tokens_total{key="a"} 20.0' in lines
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_is_429_before_the_body_is_read_and_a_draining_router_503(tmp_path: Path) -> None:
+async def test_a_full_queue_is_429_before_the_body_is_read_and_a_draining_router_503(tmp_path: Path) -> None:
     rig = Rig(tmp_path, admission={"max_queued_requests": 1})
     rig.dispatcher.num_slots = 0
+    waiting, task = rig.begin("a")
+    while not rig.admission.num_waiting:
+        await asyncio.sleep(0)
 
-    async def main() -> None:
-        waiting, task = rig.begin("a")
-        while not rig.admission.num_waiting:
-            await asyncio.sleep(0)
+    async def never() -> Any:
+        raise AssertionError("the body is read")
 
-        async def never() -> Any:
-            raise AssertionError("the body is read")
-
-        for status, code in ((429, "rate_limit_exceeded"), (503, "draining")):
-            if status == 503:
-                rig.admission.drain()
-            refused = Exchange("POST", "/v1/completions", b"", rig.headers("b"))
-            await rig.app(refused.scope, never, refused.send)
-            assert (refused.status, refused.json()["error"]["code"]) == (status, code)
-            assert int(refused.headers["retry-after"]) >= 1
-            assert refused.headers["connection"] == "close"
-        rig.dispatcher.give_room(1)
-        (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
-        await task
-        assert waiting.status == 200
-
-    run(main())
+    for status, code in ((429, "rate_limit_exceeded"), (503, "draining")):
+        if status == 503:
+            rig.admission.drain()
+        refused = Exchange("POST", "/v1/completions", b"", rig.headers("b"))
+        await rig.app(refused.scope, never, refused.send)
+        assert (refused.status, refused.json()["error"]["code"]) == (status, code)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["connection"] == "close"
+    rig.dispatcher.give_room(1)
+    (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
+    await task
+    assert waiting.status == 200
 
 
-def test_a_key_that_has_its_part_of_the_queue_is_429_before_its_body_is_read_and_others_are_not(tmp_path: Path) -> None:
+async def test_a_key_that_has_its_part_of_the_queue_is_429_before_its_body_is_read_and_others_are_not(
+    tmp_path: Path,
+) -> None:
     rig = Rig(tmp_path, admission={"max_queued_requests": 4})
     rig.dispatcher.num_slots = 0
+    tasks = [rig.begin("a")[1] for _ in range(2)]
+    while rig.admission.num_waiting < 2:
+        await asyncio.sleep(0)
 
-    async def main() -> None:
-        tasks = [rig.begin("a")[1] for _ in range(2)]
-        while rig.admission.num_waiting < 2:
-            await asyncio.sleep(0)
+    async def never() -> Any:
+        raise AssertionError("the body is read")
 
-        async def never() -> Any:
-            raise AssertionError("the body is read")
-
-        refused = Exchange("POST", "/v1/completions", b"", rig.headers("a"))
-        await rig.app(refused.scope, never, refused.send)
-        assert (refused.status, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        tasks.append(rig.begin("b")[1])
-        while rig.admission.num_waiting < 3:
-            await asyncio.sleep(0)
-        rig.dispatcher.give_room(3)
-        for number in range(3):
-            (await rig.dispatcher.next_generation(number)).put(tokens(*ids("ok"), end="stop"))
-        await asyncio.gather(*tasks)
-
-    run(main())
+    refused = Exchange("POST", "/v1/completions", b"", rig.headers("a"))
+    await rig.app(refused.scope, never, refused.send)
+    assert (refused.status, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    tasks.append(rig.begin("b")[1])
+    while rig.admission.num_waiting < 3:
+        await asyncio.sleep(0)
+    rig.dispatcher.give_room(3)
+    for number in range(3):
+        (await rig.dispatcher.next_generation(number)).put(tokens(*ids("ok"), end="stop"))
+    await asyncio.gather(*tasks)
 
 
 def test_a_queue_that_fills_while_a_body_arrives_is_429_before_it_is_tokenized(
@@ -407,24 +389,20 @@ def test_a_queue_that_fills_while_a_body_arrives_is_429_before_it_is_tokenized(
     run(main())
 
 
-def test_a_client_that_leaves_while_it_waits_leaves_no_trace() -> None:
+async def test_a_client_that_leaves_while_it_waits_leaves_no_trace() -> None:
     dispatcher = FakeDispatcher()
     dispatcher.num_slots = 0
     admission = Admission(cast(Dispatcher, dispatcher))
     app = make_app(dispatcher, admission=admission)
-
-    async def main() -> None:
-        exchange, task = begin(app, "POST", "/v1/completions", BODY | {"n": 3})
-        while not admission.num_waiting:
-            await asyncio.sleep(0)
-        exchange.disconnect()
-        await task
-        assert (admission.num_waiting, admission.num_pending, admission.pending_tokens) == (0, 0, 0)
-        dispatcher.give_room(9)
+    exchange, task = begin(app, "POST", "/v1/completions", BODY | {"n": 3})
+    while not admission.num_waiting:
         await asyncio.sleep(0)
-        assert dispatcher.generations == []
-
-    run(main())
+    exchange.disconnect()
+    await task
+    assert (admission.num_waiting, admission.num_pending, admission.pending_tokens) == (0, 0, 0)
+    dispatcher.give_room(9)
+    await asyncio.sleep(0)
+    assert dispatcher.generations == []
 
 
 def test_a_deadline_that_passes_in_the_queue_is_504() -> None:

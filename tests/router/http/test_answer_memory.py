@@ -25,24 +25,20 @@ def test_an_answer_that_alone_could_be_too_large_is_refused_at_once() -> None:
     assert run(call(make_app(dispatcher, limits=LIMITS), "POST", COMPLETIONS, body | {"stream": True})).status == 200
 
 
-def test_answers_that_are_gathered_have_one_budget_and_others_go_on() -> None:
+async def test_answers_that_are_gathered_have_one_budget_and_others_go_on() -> None:
     """F37."""
-
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        app = make_app(dispatcher, limits=LIMITS)
+    dispatcher = FakeDispatcher()
+    app = make_app(dispatcher, limits=LIMITS)
+    reply, task = begin(app, "POST", COMPLETIONS, BODY)
+    generation = await dispatcher.next_generation(0)
+    while not generation.aborted:
+        generation.put(tokens(*ids("a" * 100)))
+        await asyncio.sleep(0)
+    await task
+    assert reply.status == 400
+    assert "(--max-answer-memory)" in reply.json()["error"]["message"]
+    for number in (1, 2):
         reply, task = begin(app, "POST", COMPLETIONS, BODY)
-        generation = await dispatcher.next_generation(0)
-        while not generation.aborted:
-            generation.put(tokens(*ids("a" * 100)))
-            await asyncio.sleep(0)
+        (await dispatcher.next_generation(number)).put(tokens(*ids("ok"), end="stop"))
         await task
-        assert reply.status == 400
-        assert "(--max-answer-memory)" in reply.json()["error"]["message"]
-        for number in (1, 2):
-            reply, task = begin(app, "POST", COMPLETIONS, BODY)
-            (await dispatcher.next_generation(number)).put(tokens(*ids("ok"), end="stop"))
-            await task
-            assert json.loads(reply.body)["choices"][0]["text"] == "ok"
-
-    run(main())
+        assert json.loads(reply.body)["choices"][0]["text"] == "ok"

@@ -118,67 +118,55 @@ def test_no_engine_is_503(fields: dict) -> None:
     assert run(call(make_app(dispatcher), "POST", "/v1/completions", body)).status == 503
 
 
-def test_one_failed_choice_fails_the_request_and_aborts_the_others() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": ["a", "b"]})
-        await dispatcher.next_generation(1)
-        dispatcher.generations[0].put(tokens(*ids("x")))
-        dispatcher.generations[1].put(RequestFailed("broken", request_id="r"))
-        await task
-        assert exchange.status == 500
-        assert dispatcher.generations[0].aborted
-
-    run(main())
+async def test_one_failed_choice_fails_the_request_and_aborts_the_others() -> None:
+    dispatcher = FakeDispatcher()
+    exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": ["a", "b"]})
+    await dispatcher.next_generation(1)
+    dispatcher.generations[0].put(tokens(*ids("x")))
+    dispatcher.generations[1].put(RequestFailed("broken", request_id="r"))
+    await task
+    assert exchange.status == 500
+    assert dispatcher.generations[0].aborted
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"prompt": ["a", "b"]}])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_deltas", [0, 1])
-def test_a_client_that_goes_away_aborts_everything(fields: dict, stream: bool, num_deltas: int) -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        body = {"model": MODEL, "prompt": "a", "stream": stream, **fields}
-        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
-        generation = await dispatcher.next_generation(0)
-        if num_deltas:
-            generation.put(tokens(*ids("x")))
-            if stream:
-                await exchange.wait_for_writes(1)
-            if "n" in fields:
-                await dispatcher.next_generation(1)
-        exchange.disconnect()
-        await task
-        assert dispatcher.generations
-        assert all(generation.aborted for generation in dispatcher.generations)
-        assert len(exchange.writes) == (num_deltas if stream else 0)
-        assert len(asyncio.all_tasks()) == 1  # nothing is left behind
-
-    run(main())
+async def test_a_client_that_goes_away_aborts_everything(fields: dict, stream: bool, num_deltas: int) -> None:
+    dispatcher = FakeDispatcher()
+    body = {"model": MODEL, "prompt": "a", "stream": stream, **fields}
+    exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
+    generation = await dispatcher.next_generation(0)
+    if num_deltas:
+        generation.put(tokens(*ids("x")))
+        if stream:
+            await exchange.wait_for_writes(1)
+        if "n" in fields:
+            await dispatcher.next_generation(1)
+    exchange.disconnect()
+    await task
+    assert dispatcher.generations
+    assert all(generation.aborted for generation in dispatcher.generations)
+    assert len(exchange.writes) == (num_deltas if stream else 0)
+    assert len(asyncio.all_tasks()) == 1  # nothing is left behind
 
 
-def test_a_client_that_goes_away_before_its_body_is_whole_starts_nothing() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": "a"})
-        exchange._to_send = [{"type": "http.request", "body": b"{", "more_body": True}]
-        exchange.disconnect()
-        await task
-        assert exchange.status == 0
-        assert dispatcher.generations == []
-
-    run(main())
+async def test_a_client_that_goes_away_before_its_body_is_whole_starts_nothing() -> None:
+    dispatcher = FakeDispatcher()
+    exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": "a"})
+    exchange._to_send = [{"type": "http.request", "body": b"{", "more_body": True}]
+    exchange.disconnect()
+    await task
+    assert exchange.status == 0
+    assert dispatcher.generations == []
 
 
-def test_a_finished_request_leaves_no_task_behind() -> None:
-    async def main() -> None:
-        app = make_app(FakeDispatcher(say(ids("ab"))))
-        for fields in ({}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3}):
-            await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": "a", **fields})
-            await asyncio.sleep(0)
-            assert len(asyncio.all_tasks()) == 1
-
-    run(main())
+async def test_a_finished_request_leaves_no_task_behind() -> None:
+    app = make_app(FakeDispatcher(say(ids("ab"))))
+    for fields in ({}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3}):
+        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": "a", **fields})
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
 
 
 def test_a_client_bounds_the_whole_of_its_request_and_the_server_each_wait_for_a_token() -> None:
@@ -230,18 +218,15 @@ def test_all_choices_share_the_deadline_of_their_request() -> None:
     assert second.timeout_s < first.timeout_s
 
 
-def test_a_defect_is_500_in_openais_shape() -> None:
+async def test_a_defect_is_500_in_openais_shape() -> None:
     class Broken(FakeDispatcher):
         def topology(self) -> dict:
             raise ZeroDivisionError
 
-    async def main() -> None:
-        exchange, task = begin(make_app(Broken()), "GET", "/topology")
-        with pytest.raises(ZeroDivisionError):  # for the server's log
-            await task
-        assert (exchange.status, exchange.json()["error"]["code"]) == (500, "internal_error")
-
-    run(main())
+    exchange, task = begin(make_app(Broken()), "GET", "/topology")
+    with pytest.raises(ZeroDivisionError):  # for the server's log
+        await task
+    assert (exchange.status, exchange.json()["error"]["code"]) == (500, "internal_error")
 
 
 def test_the_router_imports_neither_torch_nor_transformers() -> None:

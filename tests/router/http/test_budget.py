@@ -35,84 +35,75 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_what_finds_no_room_waits_in_order() -> None:
-    async def main() -> None:
-        bodies = budget()
-        first, exempt, second, third = await fill(bodies), Held(), Held(), Held()
-        await bodies.wait(exempt, MIB)
-        assert exempt.is_exempt, "one at a time may be above the bound"
-        later = [waits(bodies, second, 7 * MIB), waits(bodies, third, MIB)]
-        await turns()
-        assert (bodies.num_waiting, bodies.held) == (2, 9 * MIB)
-        assert not bodies.try_take(Held(), SMALL_BYTES + 1), "nobody passes those that wait"
-        bodies.give(exempt)
-        await turns()
-        assert [task.done() for task in later] == [True, False]
-        assert second.is_exempt
-        bodies.give(first)
-        await turns()
-        assert later[1].done()
-        assert not third.is_exempt
-        for held in (second, third):
-            bodies.give(held)
-        assert (bodies.num_waiting, bodies.held) == (0, 0)
-
-    run(main())
+async def test_what_finds_no_room_waits_in_order() -> None:
+    bodies = budget()
+    first, exempt, second, third = await fill(bodies), Held(), Held(), Held()
+    await bodies.wait(exempt, MIB)
+    assert exempt.is_exempt, "one at a time may be above the bound"
+    later = [waits(bodies, second, 7 * MIB), waits(bodies, third, MIB)]
+    await turns()
+    assert (bodies.num_waiting, bodies.held) == (2, 9 * MIB)
+    assert not bodies.try_take(Held(), SMALL_BYTES + 1), "nobody passes those that wait"
+    bodies.give(exempt)
+    await turns()
+    assert [task.done() for task in later] == [True, False]
+    assert second.is_exempt
+    bodies.give(first)
+    await turns()
+    assert later[1].done()
+    assert not third.is_exempt
+    for held in (second, third):
+        bodies.give(held)
+    assert (bodies.num_waiting, bodies.held) == (0, 0)
 
 
-def test_small_ones_do_not_wait_behind_large_ones_and_do_not_fill_their_room() -> None:
-    async def main() -> None:
-        bodies = budget()
-        large = [await fill(bodies), Held(), Held()]
-        await bodies.wait(large[1], MIB)
-        waiting = waits(bodies, large[2], MIB)
-        small = [Held() for _ in range(2 * MIB // SMALL_BYTES)]
-        for held in small:
-            assert bodies.try_take(held, SMALL_BYTES), "an eighth is theirs"
-        one_more = Held()
-        assert not bodies.try_take(one_more, 1)
-        last = waits(bodies, one_more, 1)
-        bodies.give(small.pop())
-        await turns()
-        assert last.done()
-        assert not waiting.done()
-        bodies.give(large[1])
-        await turns()
-        assert waiting.done()
-        for held in (*large, *small, one_more):
-            bodies.give(held)
-        assert bodies.held == 0
-
-    run(main())
+async def test_small_ones_do_not_wait_behind_large_ones_and_do_not_fill_their_room() -> None:
+    bodies = budget()
+    large = [await fill(bodies), Held(), Held()]
+    await bodies.wait(large[1], MIB)
+    waiting = waits(bodies, large[2], MIB)
+    small = [Held() for _ in range(2 * MIB // SMALL_BYTES)]
+    for held in small:
+        assert bodies.try_take(held, SMALL_BYTES), "an eighth is theirs"
+    one_more = Held()
+    assert not bodies.try_take(one_more, 1)
+    last = waits(bodies, one_more, 1)
+    bodies.give(small.pop())
+    await turns()
+    assert last.done()
+    assert not waiting.done()
+    bodies.give(large[1])
+    await turns()
+    assert waiting.done()
+    for held in (*large, *small, one_more):
+        bodies.give(held)
+    assert bodies.held == 0
 
 
-def test_a_key_holds_as_much_as_it_leaves_free_and_another_has_its_turn_before_what_waits() -> None:
-    async def main() -> None:
-        bodies = budget()
-        exempt, own, further, more, others, others_next = (Held(key) for key in ("", "a", "a", "a", "b", "b"))
-        bodies.take(own, 4 * MIB)
-        tasks = [waits(bodies, exempt, LARGEST * 2), waits(bodies, further, MIB), waits(bodies, more, MIB)]
-        await turns()
-        assert exempt.is_exempt
-        assert [task.done() for task in tasks] == [True, False, False], "half is left free, for other keys"
-        bodies.take(others, MIB)
-        tasks.append(waits(bodies, others_next, 4 * MIB))
-        await turns()
-        assert not tasks[3].done()
-        bodies.give(own)
-        await turns()
-        assert [task.done() for task in tasks[1:]] == [True, True, False]
-        bodies.give(further)
-        bodies.give(more)
-        await turns()
-        assert not tasks[3].done(), "it would have five of the eight"
-        bodies.give(others)
-        await tasks[3]
-        for held in (exempt, others_next):
-            bodies.give(held)
-        assert (bodies.num_waiting, bodies.held) == (0, 0)
-
-    run(main())
+async def test_a_key_holds_as_much_as_it_leaves_free_and_another_has_its_turn_before_what_waits() -> None:
+    bodies = budget()
+    exempt, own, further, more, others, others_next = (Held(key) for key in ("", "a", "a", "a", "b", "b"))
+    bodies.take(own, 4 * MIB)
+    tasks = [waits(bodies, exempt, LARGEST * 2), waits(bodies, further, MIB), waits(bodies, more, MIB)]
+    await turns()
+    assert exempt.is_exempt
+    assert [task.done() for task in tasks] == [True, False, False], "half is left free, for other keys"
+    bodies.take(others, MIB)
+    tasks.append(waits(bodies, others_next, 4 * MIB))
+    await turns()
+    assert not tasks[3].done()
+    bodies.give(own)
+    await turns()
+    assert [task.done() for task in tasks[1:]] == [True, True, False]
+    bodies.give(further)
+    bodies.give(more)
+    await turns()
+    assert not tasks[3].done(), "it would have five of the eight"
+    bodies.give(others)
+    await tasks[3]
+    for held in (exempt, others_next):
+        bodies.give(held)
+    assert (bodies.num_waiting, bodies.held) == (0, 0)
 
 
 def test_requests_that_wait_for_each_others_bytes_all_come_to_their_end() -> None:
@@ -147,73 +138,61 @@ def test_requests_that_wait_for_each_others_bytes_all_come_to_their_end() -> Non
     run(main())
 
 
-def test_who_gives_up_keeps_nobody_waiting() -> None:
-    async def main() -> None:
-        bodies = budget()
-        full, exempt, first, second = await fill(bodies, 6 * MIB), Held(), Held(), Held()
-        await bodies.wait(exempt, 3 * MIB)
-        tasks = [waits(bodies, first, 3 * MIB), waits(bodies, second, MIB)]
-        await turns()
-        assert bodies.num_waiting == 2
-        tasks[0].cancel()
-        await turns()
-        assert tasks[1].done()
-        for held in (full, exempt, first, second):
-            bodies.give(held)
-        assert bodies.held == 0
-
-    run(main())
+async def test_who_gives_up_keeps_nobody_waiting() -> None:
+    bodies = budget()
+    full, exempt, first, second = await fill(bodies, 6 * MIB), Held(), Held(), Held()
+    await bodies.wait(exempt, 3 * MIB)
+    tasks = [waits(bodies, first, 3 * MIB), waits(bodies, second, MIB)]
+    await turns()
+    assert bodies.num_waiting == 2
+    tasks[0].cancel()
+    await turns()
+    assert tasks[1].done()
+    for held in (full, exempt, first, second):
+        bodies.give(held)
+    assert bodies.held == 0
 
 
-def test_a_turn_that_comes_while_its_request_gives_up_is_given_back() -> None:
-    async def main() -> None:
-        bodies = budget()
-        full, exempt, held = await fill(bodies), Held(), Held()
-        await bodies.wait(exempt, MIB)
-        task = waits(bodies, held, MIB)
-        await turns()
-        bodies.give(full)
+async def test_a_turn_that_comes_while_its_request_gives_up_is_given_back() -> None:
+    bodies = budget()
+    full, exempt, held = await fill(bodies), Held(), Held()
+    await bodies.wait(exempt, MIB)
+    task = waits(bodies, held, MIB)
+    await turns()
+    bodies.give(full)
+    task.cancel()
+    await turns()
+    assert task.cancelled()
+    bodies.give(held)
+    bodies.give(exempt)
+    assert bodies.held == 0
+
+
+async def test_what_is_here_already_counts_and_is_bounded_too() -> None:
+    bodies = budget()
+    full, exempt = await fill(bodies), Held()
+    await bodies.wait(exempt, MIB)
+    waiting = [asyncio.ensure_future(bodies.wait(Held(), MIB, unread=MIB)) for _ in range(2)]
+    await turns()
+    assert bodies.held == 11 * MIB
+    with pytest.raises(ServerBusy, match=f"bytes of all requests together exceed {LIMIT} bytes"):
+        await bodies.wait(Held(), MIB, unread=1)
+    for task in waiting:
         task.cancel()
-        await turns()
-        assert task.cancelled()
-        bodies.give(held)
-        bodies.give(exempt)
-        assert bodies.held == 0
-
-    run(main())
+    await turns()
+    assert bodies.held == 9 * MIB
+    bodies.give(full)
+    bodies.give(exempt)
 
 
-def test_what_is_here_already_counts_and_is_bounded_too() -> None:
-    async def main() -> None:
-        bodies = budget()
-        full, exempt = await fill(bodies), Held()
-        await bodies.wait(exempt, MIB)
-        waiting = [asyncio.ensure_future(bodies.wait(Held(), MIB, unread=MIB)) for _ in range(2)]
-        await turns()
-        assert bodies.held == 11 * MIB
-        with pytest.raises(ServerBusy, match=f"bytes of all requests together exceed {LIMIT} bytes"):
-            await bodies.wait(Held(), MIB, unread=1)
-        for task in waiting:
-            task.cancel()
-        await turns()
-        assert bodies.held == 9 * MIB
-        bodies.give(full)
-        bodies.give(exempt)
-
-    run(main())
-
-
-def test_room_that_another_thread_gives_wakes_who_waits() -> None:
-    async def main() -> None:
-        bodies = budget()
-        full, exempt, held = await fill(bodies), Held(), Held()
-        await bodies.wait(exempt, MIB)
-        task = waits(bodies, held, MIB)
-        await turns()
-        await asyncio.to_thread(bodies.give, full)
-        await task
-        bodies.give(held)
-        bodies.give(exempt)
-        assert bodies.held == 0
-
-    run(main())
+async def test_room_that_another_thread_gives_wakes_who_waits() -> None:
+    bodies = budget()
+    full, exempt, held = await fill(bodies), Held(), Held()
+    await bodies.wait(exempt, MIB)
+    task = waits(bodies, held, MIB)
+    await turns()
+    await asyncio.to_thread(bodies.give, full)
+    await task
+    bodies.give(held)
+    bodies.give(exempt)
+    assert bodies.held == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from asgi_client import call
-from dispatch_rig import System, run
+from dispatch_rig import System, live, run
 from small_app import make_app, tokenizer
 from starlette.applications import Starlette
 
@@ -190,24 +190,21 @@ def test_behind_a_move_that_was_late_there_is_none_for_a_while() -> None:
     with_operator(check, lambda name, order: [late])
 
 
-def test_the_salt_of_an_api_key_is_that_of_its_requests(tmp_path: Path) -> None:
+async def test_the_salt_of_an_api_key_is_that_of_its_requests(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(make_key("a")[1])
     file.chmod(0o600)
     keys = KeyRing(file)
     (tenant,) = keys.tenants
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1)) as system:
         operator = Operator(system, lambda name, order: [TierAnswer("pool")], keys)
         assert (await operator.ask("lookup", {"prompt": TEXT, "api_key": "a", "cache_salt": "s"})).status == 200
         assert operator.orders[-1][1].keys == keys_of(system, TEXT, tenant.salted("s")) != keys_of(system, TEXT, "s")
         found = await operator.refusal("lookup", {"prompt": TEXT, "api_key": "b"})
         assert found[:2] == (400, "api_key")
 
-    run(System(1, 1), body)
 
-
-def test_what_is_prefetched_for_an_api_key_is_kept_on_its_terms(tmp_path: Path) -> None:
+async def test_what_is_prefetched_for_an_api_key_is_kept_on_its_terms(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(make_key("a")[1] + "kv_ttl_s = 60\n")
     file.chmod(0o600)
@@ -215,8 +212,7 @@ def test_what_is_prefetched_for_an_api_key_is_kept_on_its_terms(tmp_path: Path) 
     (tenant,) = keys.tenants
     terms = tenant.grant.kv_terms
     assert terms is not None
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1)) as system:
         operator = Operator(system, lambda name, order: [TierAnswer("store/0-host", 16, 1)], keys)
         asked = {"prompt": TEXT, "api_key": "a"}
         for action, told in (("lookup", None), ("prefetch", terms)):
@@ -231,8 +227,6 @@ def test_what_is_prefetched_for_an_api_key_is_kept_on_its_terms(tmp_path: Path) 
         assert heard[0].kv_terms == terms
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-
-    run(System(1, 1), body)
 
 
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import uvicorn
+import uvloop
 from fake_dispatcher import FakeDispatcher, say, tokens
 from http_server import Client, Reply, Serving, connected, get, post, run, serving
 from small_app import MODEL, ids, make_app
@@ -27,6 +28,8 @@ from pdkv.router.http.connections import connection_limit
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.request_size import RequestSize
 from pdkv.router.process import _Stopping
+
+event_loop = uvloop.new_event_loop  # the router's kind
 
 COMPLETIONS = "/v1/completions"
 MAX_HEADERS = HttpLimits().max_headers
@@ -113,40 +116,31 @@ def test_a_chunked_body_that_is_too_large_gets_its_413_and_no_reset() -> None:
 
 
 @pytest.mark.parametrize("length", [100_000, 100], ids=["too long", "too late"])
-def test_a_body_that_nobody_asked_for_does_not_keep_the_connection(length: int) -> None:
-    async def main() -> None:
-        limits = HttpLimits(max_body_bytes=50_000, header_timeout_s=60.0 if length == 100_000 else 0.1)
-        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
-            await client.send(f"POST /nowhere HTTP/1.1\r\ncontent-length: {length}\r\n\r\nx".encode())
-            assert (await client.reply()).status == 404
-            assert await client.at_end()
-
-    run(main())
+async def test_a_body_that_nobody_asked_for_does_not_keep_the_connection(length: int) -> None:
+    limits = HttpLimits(max_body_bytes=50_000, header_timeout_s=60.0 if length == 100_000 else 0.1)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        await client.send(f"POST /nowhere HTTP/1.1\r\ncontent-length: {length}\r\n\r\nx".encode())
+        assert (await client.reply()).status == 404
+        assert await client.at_end()
 
 
 @pytest.mark.parametrize("size", [100, 200_000])
 @pytest.mark.parametrize(("method", "path", "status"), [("POST", "/nowhere", 404), ("POST", "/v1/models", 405)])
-def test_a_body_that_comes_behind_its_answer_takes_no_later_request_along(
+async def test_a_body_that_comes_behind_its_answer_takes_no_later_request_along(
     method: str, path: str, status: int, size: int
 ) -> None:
     """F35. Answered before it is read; the connection, which was promised to be kept, has its idle time then."""
-
-    async def main() -> None:
-        limits = HttpLimits(header_timeout_s=1.0)
-        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
-            for framing in (f"content-length: {size}", "transfer-encoding: chunked"):
-                await client.send(f"{method} {path} HTTP/1.1\r\nhost: test\r\n{framing}\r\n\r\n".encode())
-                reply = await client.reply()
-                assert (reply.status, reply.headers.get("connection")) == (status, None)
-                await client.send(
-                    b"x" * size if "length" in framing else b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size)
-                )
-                await client.send(get("/version"))
-                assert (await client.reply()).status == 200
-            [connection] = server.state.connections
-            assert connection._header_timer is None
-
-    run(main())
+    limits = HttpLimits(header_timeout_s=1.0)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        for framing in (f"content-length: {size}", "transfer-encoding: chunked"):
+            await client.send(f"{method} {path} HTTP/1.1\r\nhost: test\r\n{framing}\r\n\r\n".encode())
+            reply = await client.reply()
+            assert (reply.status, reply.headers.get("connection")) == (status, None)
+            await client.send(b"x" * size if "length" in framing else b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size))
+            await client.send(get("/version"))
+            assert (await client.reply()).status == 200
+        [connection] = server.state.connections
+        assert connection._header_timer is None
 
 
 UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA"
@@ -157,26 +151,22 @@ CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\n{UPGRAD
 
 @pytest.mark.parametrize("size", [1, 100, 100_000], ids=lambda size: f"{size} bytes at once")
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
-def test_a_request_that_offers_another_protocol_is_served_as_if_it_did_not(size: int, chunked: bool) -> None:
+async def test_a_request_that_offers_another_protocol_is_served_as_if_it_did_not(size: int, chunked: bool) -> None:
     request = post(COMPLETIONS, PROMPT, "content-type: application/json", UPGRADE)
     if chunked:
         half = len(PROMPT) // 2
         parts = [b"%x\r\n%s\r\n" % (len(part), part) for part in (PROMPT[:half], PROMPT[half:], b"")]
         head = f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-type: application/json\r\n"
         request = b"".join([head.encode(), UPGRADE.encode(), b"\r\n\r\n", *parts])
-
-    async def main() -> None:
-        async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
-            for start in range(0, len(request), size):
-                await client.send(request[start : start + size])
-                await asyncio.sleep(0)
-            await client.send(b"PRI * HTTP/2.0\r\n\r\n")  # no request of this protocol
-            reply = await client.reply()
-            assert reply.status == 200
-            assert reply.headers["connection"] == "close"
-            assert await client.at_end()
-
-    run(main())
+    async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
+        for start in range(0, len(request), size):
+            await client.send(request[start : start + size])
+            await asyncio.sleep(0)
+        await client.send(b"PRI * HTTP/2.0\r\n\r\n")  # no request of this protocol
+        reply = await client.reply()
+        assert reply.status == 200
+        assert reply.headers["connection"] == "close"
+        assert await client.at_end()
 
 
 @pytest.mark.parametrize(
@@ -253,38 +243,29 @@ def test_headers_that_do_not_come_are_408() -> None:
     assert "--header-timeout-s" in reply.error()["message"]
 
 
-def test_headers_of_a_later_request_are_timed_too() -> None:
-    async def main() -> None:
-        limits = HttpLimits(header_timeout_s=1.0)
-        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
-            await client.send(get("/health") + b"GET /hea")
-            assert (await client.reply()).status == 200
-            assert (await client.reply()).status == 408
-            assert await client.at_end()
-
-    run(main())
+async def test_headers_of_a_later_request_are_timed_too() -> None:
+    limits = HttpLimits(header_timeout_s=1.0)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        await client.send(get("/health") + b"GET /hea")
+        assert (await client.reply()).status == 200
+        assert (await client.reply()).status == 408
+        assert await client.at_end()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"], ids=["nothing", "empty lines"])
-def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
-    async def main() -> None:
-        limits = HttpLimits(header_timeout_s=0.1)
-        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
-            await client.send(sent)
-            assert b"200" not in await client.reader.read()
-
-    run(main())
+async def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
+    limits = HttpLimits(header_timeout_s=0.1)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        await client.send(sent)
+        assert b"200" not in await client.reader.read()
 
 
-def test_an_idle_connection_is_closed_after_its_time() -> None:
-    async def main() -> None:
-        limits = HttpLimits(idle_timeout_s=0.1)
-        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
-            await client.send(get("/health"))
-            assert (await client.reply()).status == 200
-            assert await client.at_end()
-
-    run(main())
+async def test_an_idle_connection_is_closed_after_its_time() -> None:
+    limits = HttpLimits(idle_timeout_s=0.1)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        await client.send(get("/health"))
+        assert (await client.reply()).status == 200
+        assert await client.at_end()
 
 
 def test_a_body_that_does_not_come_is_408() -> None:
@@ -294,17 +275,14 @@ def test_a_body_that_does_not_come_is_408() -> None:
     assert "--body-timeout-s" in reply.error()["message"]
 
 
-def test_thousands_of_pipelined_requests_are_answered_in_order() -> None:
-    async def main() -> None:
-        async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
-            whole = b"".join(get(f"/v1/models/{i}") + post(COMPLETIONS, PROMPT) for i in range(1500))
-            sending = asyncio.ensure_future(client.send(whole))
-            for i in range(1500):
-                assert f"'{i}'" in (await client.reply()).error()["message"]
-                assert (await client.reply()).status == 200
-            await sending
-
-    run(main())
+async def test_thousands_of_pipelined_requests_are_answered_in_order() -> None:
+    async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
+        whole = b"".join(get(f"/v1/models/{i}") + post(COMPLETIONS, PROMPT) for i in range(1500))
+        sending = asyncio.ensure_future(client.send(whole))
+        for i in range(1500):
+            assert f"'{i}'" in (await client.reply()).error()["message"]
+            assert (await client.reply()).status == 200
+        await sending
 
 
 def test_garbage_behind_a_stream_leaves_the_stream_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -385,27 +363,23 @@ def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, hea
     run(main())
 
 
-def test_the_generation_of_a_client_that_does_not_read_ends_with_its_connection() -> None:
+async def test_the_generation_of_a_client_that_does_not_read_ends_with_its_connection() -> None:
     """However much is still to come: nobody waits for it."""
-
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        async with serving(make_app(dispatcher), HttpLimits(send_timeout_s=0.1)) as server:
-            with socket.socket() as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.connect(("127.0.0.1", server.port))
-                body = b'{"model": "%s", "prompt": "x", "stream": true}' % MODEL.encode()
-                client.sendall(post(COMPLETIONS, body))
-                generation = await dispatcher.next_generation(0)
-                delta = tokens(*ids("\x01" * 50_000))  # 300 kB of JSON
-                while not generation.aborted:
-                    if generation.num_unread < 2:
-                        generation.put(delta)
-                    await asyncio.sleep(0.001)
-                while server.state.connections or server.state.tasks:
-                    await asyncio.sleep(0.001)
-
-    run(main())
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher), HttpLimits(send_timeout_s=0.1)) as server:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            body = b'{"model": "%s", "prompt": "x", "stream": true}' % MODEL.encode()
+            client.sendall(post(COMPLETIONS, body))
+            generation = await dispatcher.next_generation(0)
+            delta = tokens(*ids("\x01" * 50_000))  # 300 kB of JSON
+            while not generation.aborted:
+                if generation.num_unread < 2:
+                    generation.put(delta)
+                await asyncio.sleep(0.001)
+            while server.state.connections or server.state.tasks:
+                await asyncio.sleep(0.001)
 
 
 def test_a_client_that_reads_too_slowly_is_dropped() -> None:
@@ -432,23 +406,19 @@ def test_a_client_that_reads_too_slowly_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("behind", [get("/version"), get("/version") * 3000, b"GET /version HTTP/1.1\r\nx: "])
-def test_a_client_that_sends_ahead_and_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch, behind: bytes) -> None:
+async def test_a_client_that_sends_ahead_and_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch, behind: bytes) -> None:
     """F34. Nothing is read behind a request under way, so its end is not, either."""
     monkeypatch.setattr(paused_body, "CHECK_S", 0.01)
-
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        async with serving(make_app(dispatcher)) as server:
-            async with connected(server.port) as client:
-                await client.send(post(COMPLETIONS, PROMPT))
-                generation = await dispatcher.next_generation(0)
-                await client.send(behind)
-                while not next(iter(server.state.connections)).flow.read_paused and len(behind) > 30:
-                    await asyncio.sleep(0)
-            await generation.over.wait()
-            assert generation.aborted
-
-    run(main())
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher)) as server:
+        async with connected(server.port) as client:
+            await client.send(post(COMPLETIONS, PROMPT))
+            generation = await dispatcher.next_generation(0)
+            await client.send(behind)
+            while not next(iter(server.state.connections)).flow.read_paused and len(behind) > 30:
+                await asyncio.sleep(0)
+        await generation.over.wait()
+        assert generation.aborted
 
 
 def test_a_client_that_reads_slowly_gets_everything() -> None:
@@ -472,24 +442,21 @@ def test_a_client_that_reads_slowly_gets_everything() -> None:
     run(main())
 
 
-def test_too_many_connections_are_told_so() -> None:
-    async def main() -> None:
-        async with (
-            serving(slow_app, max_connections=2) as server,
-            connected(server.port) as one,
-            connected(server.port) as two,
-        ):
-            for client in (one, two):
-                await client.send(get("/"))
-            await served(server.state, 2)
-            async with connected(server.port) as third:
-                await third.send(get("/health"))
-                reply = await third.reply()
-                assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-                assert reply.error()["code"] == "server_busy"
-                assert await third.at_end()
-
-    run(main())
+async def test_too_many_connections_are_told_so() -> None:
+    async with (
+        serving(slow_app, max_connections=2) as server,
+        connected(server.port) as one,
+        connected(server.port) as two,
+    ):
+        for client in (one, two):
+            await client.send(get("/"))
+        await served(server.state, 2)
+        async with connected(server.port) as third:
+            await third.send(get("/health"))
+            reply = await third.reply()
+            assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+            assert reply.error()["code"] == "server_busy"
+            assert await third.at_end()
 
 
 async def served(state: ServerState, number: int) -> None:
@@ -498,57 +465,49 @@ async def served(state: ServerState, number: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connections, "_EVICTABLE_S", 0.0)
-
-    async def main() -> None:
-        async with serving(make_app(FakeDispatcher()), max_connections=10) as server:
-            idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
-            async with connected(server.port) as client:
-                await client.send(get("/health"))
-                assert (await client.reply()).status == 200
-            for _, writer in idle:
-                writer.close()
-
-    run(main())
+    async with serving(make_app(FakeDispatcher()), max_connections=10) as server:
+        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
+        async with connected(server.port) as client:
+            await client.send(get("/health"))
+            assert (await client.reply()).status == 200
+        for _, writer in idle:
+            writer.close()
 
 
-def test_a_body_that_does_not_come_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow senders hold all connections: the oldest one goes. What is being served never does."""
     monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
     half = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n" + b" " * 40
-
-    async def main() -> None:
-        dispatcher, bodies = FakeDispatcher(), ByteBudget(64 << 20, "bytes")
-        app = make_app(dispatcher, bodies=bodies)
-        async with (
-            serving(app, bodies=bodies, max_connections=3) as server,
-            connected(server.port) as served_one,
-            connected(server.port) as oldest,
-            connected(server.port) as other,
-        ):
-            await served_one.send(post(COMPLETIONS, PROMPT))
-            generation = await dispatcher.next_generation(0)
-            for number, slow in enumerate((oldest, other), 1):
-                await slow.send(half)
-                while bodies.held < 40 * number:
-                    await asyncio.sleep(0)
-            async with connected(server.port) as client:
-                await client.send(get("/health"))
-                assert (await client.reply()).status == 200
-            assert await oldest.at_end()
-            await other.send(PROMPT.ljust(60))
-            (await dispatcher.next_generation(1)).put(tokens(*ids("ab"), end="stop"))
-            assert (await other.reply()).status == 200
-            generation.put(tokens(*ids("ab"), end="stop"))
-            assert (await served_one.reply()).status == 200
-
-    run(main())
+    dispatcher, bodies = FakeDispatcher(), ByteBudget(64 << 20, "bytes")
+    app = make_app(dispatcher, bodies=bodies)
+    async with (
+        serving(app, bodies=bodies, max_connections=3) as server,
+        connected(server.port) as served_one,
+        connected(server.port) as oldest,
+        connected(server.port) as other,
+    ):
+        await served_one.send(post(COMPLETIONS, PROMPT))
+        generation = await dispatcher.next_generation(0)
+        for number, slow in enumerate((oldest, other), 1):
+            await slow.send(half)
+            while bodies.held < 40 * number:
+                await asyncio.sleep(0)
+        async with connected(server.port) as client:
+            await client.send(get("/health"))
+            assert (await client.reply()).status == 200
+        assert await oldest.at_end()
+        await other.send(PROMPT.ljust(60))
+        (await dispatcher.next_generation(1)).put(tokens(*ids("ab"), end="stop"))
+        assert (await other.reply()).status == 200
+        generation.put(tokens(*ids("ab"), end="stop"))
+        assert (await served_one.reply()).status == 200
 
 
-def test_what_is_served_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_served_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
-    test_too_many_connections_are_told_so()
+    await test_too_many_connections_are_told_so()
 
 
 LARGE = bytes(16 << 20)
@@ -580,48 +539,38 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-def test_a_stop_does_not_cut_an_answer_that_is_still_read(request_bytes: bytes) -> None:
-    async def main() -> None:
-        async with unread(request_bytes) as (server, client):
-            for connection in list(server.state.connections):
-                connection.shutdown()
-            assert len((await client.reply()).body) == len(LARGE)
-            assert await client.at_end()
-
-    run(main())
+async def test_a_stop_does_not_cut_an_answer_that_is_still_read(request_bytes: bytes) -> None:
+    async with unread(request_bytes) as (server, client):
+        for connection in list(server.state.connections):
+            connection.shutdown()
+        assert len((await client.reply()).body) == len(LARGE)
+        assert await client.at_end()
 
 
 @WAYS
-def test_a_drain_waits_until_answers_are_read(request_bytes: bytes) -> None:
+async def test_a_drain_waits_until_answers_are_read(request_bytes: bytes) -> None:
     """uvicorn would cut the connection a second after it was told to end."""
-
-    async def main() -> None:
-        drain = Drain(Admission(cast(Dispatcher, FakeDispatcher())))
-        async with unread(request_bytes, drain) as (server, client):
-            assert await drain.wait_idle(0.0)
-            uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(FakeDispatcher())))
-            dispatcher = mock.Mock(spec=Dispatcher)
-            stopping = _Stopping(uvicorn_server, dispatcher, drain, server.room, 20.0)
-            stopping.on_signal()
-            await client.reader.readexactly(1 << 20)
-            assert not uvicorn_server.should_exit
-            assert not dispatcher.close.called
-            assert len(await client.reader.read()) > len(LARGE) - (1 << 20)
-            while not uvicorn_server.should_exit:
-                await asyncio.sleep(0)
-
-    run(main())
+    drain = Drain(Admission(cast(Dispatcher, FakeDispatcher())))
+    async with unread(request_bytes, drain) as (server, client):
+        assert await drain.wait_idle(0.0)
+        uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(FakeDispatcher())))
+        dispatcher = mock.Mock(spec=Dispatcher)
+        stopping = _Stopping(uvicorn_server, dispatcher, drain, server.room, 20.0)
+        stopping.on_signal()
+        await client.reader.readexactly(1 << 20)
+        assert not uvicorn_server.should_exit
+        assert not dispatcher.close.called
+        assert len(await client.reader.read()) > len(LARGE) - (1 << 20)
+        while not uvicorn_server.should_exit:
+            await asyncio.sleep(0)
 
 
-def test_a_drain_waits_no_longer_than_it_may_for_a_client_that_does_not_read() -> None:
-    async def main() -> None:
-        async with unread(get("/")) as (server, _), connected(server.port) as idle:
-            while len(server.state.connections) < 2:
-                await asyncio.sleep(0)
-            assert await server.room.send_rest(0.01) == 1
-            assert await idle.at_end()
-
-    run(main())
+async def test_a_drain_waits_no_longer_than_it_may_for_a_client_that_does_not_read() -> None:
+    async with unread(get("/")) as (server, _), connected(server.port) as idle:
+        while len(server.state.connections) < 2:
+            await asyncio.sleep(0)
+        assert await server.room.send_rest(0.01) == 1
+        assert await idle.at_end()
 
 
 def test_there_is_room_for_what_is_no_connection() -> None:

@@ -39,44 +39,41 @@ async def scrape(app: ASGIApp) -> Samples:
     return samples
 
 
-def test_requests_by_outcome_and_tokens() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher(say(ids("abc")))
-        dispatcher.num_cached_tokens = 2
-        app = make_app(dispatcher)
-        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7]})
-        await call(app, "POST", "/v1/completions", {"model": "unknown-name", "prompt": "x"})
-        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": ""})
-        dispatcher.answer = lambda _: [EngineDied("dead", request_id="r")]
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
-        await call(app, "POST", "/v1/chat/completions", body)
-        dispatcher.answer = None
-        exchange, task = begin(app, "POST", "/v1/completions", {"model": MODEL, "prompt": "x", "stream": True})
-        generation = await dispatcher.next_generation(2)
-        assert (await scrape(app))[("pdkv_requests_in_flight",)] == 1
-        generation.put(tokens(*ids("a")))
-        await exchange.wait_for_writes(1)
-        exchange.disconnect()
-        await task
-        samples = await scrape(app)
-        outcomes = {key[1:]: value for key, value in samples.items() if key[0] == "pdkv_requests_total"}
-        assert outcomes == {
-            ("completions", "ok"): 1,
-            ("completions", "model_not_found"): 1,
-            ("completions", "invalid_request_error"): 1,
-            ("chat_completions", "engine_died"): 1,
-            ("completions", "disconnected"): 1,
-        }
-        assert samples[("pdkv_requests_in_flight",)] == 0
-        assert samples[("pdkv_prompt_tokens_total",)] == 3
-        assert samples[("pdkv_cached_prompt_tokens_total",)] == 2
-        assert samples[("pdkv_generated_tokens_total",)] == 3
-        assert samples[("pdkv_time_to_first_token_seconds_count",)] == 2
-        assert samples[("pdkv_inter_token_seconds_count",)] == 2
-        assert samples[("pdkv_request_seconds_count",)] == 5
-        assert not any("unknown-name" in value for key in samples for value in key)
-
-    run(main())
+async def test_requests_by_outcome_and_tokens() -> None:
+    dispatcher = FakeDispatcher(say(ids("abc")))
+    dispatcher.num_cached_tokens = 2
+    app = make_app(dispatcher)
+    await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7]})
+    await call(app, "POST", "/v1/completions", {"model": "unknown-name", "prompt": "x"})
+    await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": ""})
+    dispatcher.answer = lambda _: [EngineDied("dead", request_id="r")]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+    await call(app, "POST", "/v1/chat/completions", body)
+    dispatcher.answer = None
+    exchange, task = begin(app, "POST", "/v1/completions", {"model": MODEL, "prompt": "x", "stream": True})
+    generation = await dispatcher.next_generation(2)
+    assert (await scrape(app))[("pdkv_requests_in_flight",)] == 1
+    generation.put(tokens(*ids("a")))
+    await exchange.wait_for_writes(1)
+    exchange.disconnect()
+    await task
+    samples = await scrape(app)
+    outcomes = {key[1:]: value for key, value in samples.items() if key[0] == "pdkv_requests_total"}
+    assert outcomes == {
+        ("completions", "ok"): 1,
+        ("completions", "model_not_found"): 1,
+        ("completions", "invalid_request_error"): 1,
+        ("chat_completions", "engine_died"): 1,
+        ("completions", "disconnected"): 1,
+    }
+    assert samples[("pdkv_requests_in_flight",)] == 0
+    assert samples[("pdkv_prompt_tokens_total",)] == 3
+    assert samples[("pdkv_cached_prompt_tokens_total",)] == 2
+    assert samples[("pdkv_generated_tokens_total",)] == 3
+    assert samples[("pdkv_time_to_first_token_seconds_count",)] == 2
+    assert samples[("pdkv_inter_token_seconds_count",)] == 2
+    assert samples[("pdkv_request_seconds_count",)] == 5
+    assert not any("unknown-name" in value for key in samples for value in key)
 
 
 def test_engines_as_they_reported_themselves() -> None:
@@ -121,61 +118,55 @@ def test_tiers_below_the_caches_are_shown_with_their_keys() -> None:
     assert samples[("pdkv_refused_tier_events_total",)] == 1
 
 
-def test_vllms_names_say_what_vllm_means_by_them() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher(say(ids("abcd")))
-        dispatcher.num_cached_tokens = 2
-        app = make_app(dispatcher)
-        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7], "n": 2})
-        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2})
-        dispatcher.answer = lambda _: [EngineDied("dead", request_id="r")]
-        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5], "n": 3})
-        dispatcher.delays.queue.observe(0.4)
-        samples = await scrape(app)
-        router = ("router", MODEL)
-        reasons = {key[2]: value for key, value in samples.items() if key[0] == "vllm:request_success_total"}
-        assert reasons == {"stop": 2, "length": 1, "abort": 0, "error": 3, "repetition": 0}
-        assert samples[("vllm:prompt_tokens_total", *router)] == samples[("pdkv_prompt_tokens_total",)] == 6
-        assert samples[("vllm:generation_tokens_total", *router)] == samples[("pdkv_generated_tokens_total",)] == 10
-        assert samples[("vllm:time_to_first_token_seconds_count", *router)] == 2
-        assert samples[("vllm:inter_token_latency_seconds_count", *router)] == 7
-        assert samples[("vllm:e2e_request_latency_seconds_count", *router)] == 3
-        assert samples[("vllm:request_time_per_output_token_seconds_count", *router)] == 2
-        assert samples[("vllm:request_prompt_tokens_bucket", "router", "2.0", MODEL)] == 0
-        assert samples[("vllm:request_prompt_tokens_bucket", "router", "5.0", MODEL)] == 2
-        assert samples[("vllm:request_params_n_bucket", "router", "1.0", MODEL)] == 1
-        assert samples[("vllm:request_queue_time_seconds_bucket", "router", "0.3", MODEL)] == 0
-        assert samples[("vllm:request_queue_time_seconds_bucket", "router", "0.5", MODEL)] == 1
-        engine = ("decode-1", MODEL)
-        assert samples[("vllm:num_requests_running", *engine)] == 2
-        assert samples[("vllm:num_requests_waiting", *engine)] == 1
-        assert samples[("vllm:kv_cache_usage_perc", *engine)] == 1 - 7 / 10
-        assert samples[("vllm:num_preemptions_total", *engine)] == 6
-        assert samples[("vllm:prefix_cache_queries_total", *engine)] == 12
-        assert samples[("vllm:prefix_cache_hits_total", *engine)] == 7
-        assert samples[("vllm:external_prefix_cache_queries_total", *engine)] == 5
-        assert samples[("vllm:external_prefix_cache_hits_total", *engine)] == 0
-
-    run(main())
+async def test_vllms_names_say_what_vllm_means_by_them() -> None:
+    dispatcher = FakeDispatcher(say(ids("abcd")))
+    dispatcher.num_cached_tokens = 2
+    app = make_app(dispatcher)
+    await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7], "n": 2})
+    await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2})
+    dispatcher.answer = lambda _: [EngineDied("dead", request_id="r")]
+    await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5], "n": 3})
+    dispatcher.delays.queue.observe(0.4)
+    samples = await scrape(app)
+    router = ("router", MODEL)
+    reasons = {key[2]: value for key, value in samples.items() if key[0] == "vllm:request_success_total"}
+    assert reasons == {"stop": 2, "length": 1, "abort": 0, "error": 3, "repetition": 0}
+    assert samples[("vllm:prompt_tokens_total", *router)] == samples[("pdkv_prompt_tokens_total",)] == 6
+    assert samples[("vllm:generation_tokens_total", *router)] == samples[("pdkv_generated_tokens_total",)] == 10
+    assert samples[("vllm:time_to_first_token_seconds_count", *router)] == 2
+    assert samples[("vllm:inter_token_latency_seconds_count", *router)] == 7
+    assert samples[("vllm:e2e_request_latency_seconds_count", *router)] == 3
+    assert samples[("vllm:request_time_per_output_token_seconds_count", *router)] == 2
+    assert samples[("vllm:request_prompt_tokens_bucket", "router", "2.0", MODEL)] == 0
+    assert samples[("vllm:request_prompt_tokens_bucket", "router", "5.0", MODEL)] == 2
+    assert samples[("vllm:request_params_n_bucket", "router", "1.0", MODEL)] == 1
+    assert samples[("vllm:request_queue_time_seconds_bucket", "router", "0.3", MODEL)] == 0
+    assert samples[("vllm:request_queue_time_seconds_bucket", "router", "0.5", MODEL)] == 1
+    engine = ("decode-1", MODEL)
+    assert samples[("vllm:num_requests_running", *engine)] == 2
+    assert samples[("vllm:num_requests_waiting", *engine)] == 1
+    assert samples[("vllm:kv_cache_usage_perc", *engine)] == 1 - 7 / 10
+    assert samples[("vllm:num_preemptions_total", *engine)] == 6
+    assert samples[("vllm:prefix_cache_queries_total", *engine)] == 12
+    assert samples[("vllm:prefix_cache_hits_total", *engine)] == 7
+    assert samples[("vllm:external_prefix_cache_queries_total", *engine)] == 5
+    assert samples[("vllm:external_prefix_cache_hits_total", *engine)] == 0
 
 
-def test_one_observation_stands_in_both_histograms_of_a_pair() -> None:
-    async def main() -> None:
-        app = make_app(FakeDispatcher(say(ids("ab"))))
-        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7]})
-        samples = await scrape(app)
-        for ours, theirs in (
-            ("pdkv_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
-            ("pdkv_inter_token_seconds", "vllm:inter_token_latency_seconds"),
-            ("pdkv_request_seconds", "vllm:e2e_request_latency_seconds"),
-        ):
-            assert samples[(f"{ours}_sum",)] == samples[(f"{theirs}_sum", "router", MODEL)] > 0
-            for name, labels in ((ours, ()), (theirs, ("router", MODEL))):
-                counts = [v for key, v in samples.items() if key[0] == f"{name}_bucket"]
-                assert counts == sorted(counts), "buckets are cumulative, in the order of their bounds"
-                assert counts[-1] == samples[(f"{name}_count", *labels)] == 1
-
-    run(main())
+async def test_one_observation_stands_in_both_histograms_of_a_pair() -> None:
+    app = make_app(FakeDispatcher(say(ids("ab"))))
+    await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7]})
+    samples = await scrape(app)
+    for ours, theirs in (
+        ("pdkv_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        ("pdkv_inter_token_seconds", "vllm:inter_token_latency_seconds"),
+        ("pdkv_request_seconds", "vllm:e2e_request_latency_seconds"),
+    ):
+        assert samples[(f"{ours}_sum",)] == samples[(f"{theirs}_sum", "router", MODEL)] > 0
+        for name, labels in ((ours, ()), (theirs, ("router", MODEL))):
+            counts = [v for key, v in samples.items() if key[0] == f"{name}_bucket"]
+            assert counts == sorted(counts), "buckets are cumulative, in the order of their bounds"
+            assert counts[-1] == samples[(f"{name}_count", *labels)] == 1
 
 
 def test_an_engine_may_name_any_error_and_yet_labels_are_bounded() -> None:
@@ -238,48 +229,42 @@ def test_connectors_by_their_names_and_parts() -> None:
     assert samples[("pdkv_tier_evictions_total", *host)] == 21
 
 
-def test_what_requests_hold_is_there_while_they_run_and_zero_afterwards() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        app = make_app(dispatcher)
-        names: tuple[str, ...] = ("pdkv_open_requests", "pdkv_open_generations", "pdkv_requests_in_flight")
-        _, task = begin(app, "POST", "/v1/completions", {"prompt": "x"})
-        generation = await dispatcher.next_generation(0)
-        samples = await scrape(app)
-        assert [samples[(name,)] for name in names] == [1, 1, 1]
-        generation.put(tokens(*ids("a"), end="stop"))
-        await task
-        samples = await scrape(app)
-        names += ("pdkv_body_bytes", "pdkv_waiting_bodies", "pdkv_text_bytes")
-        assert [samples[(name,)] for name in names] == [0] * 6
-
-    run(main())
+async def test_what_requests_hold_is_there_while_they_run_and_zero_afterwards() -> None:
+    dispatcher = FakeDispatcher()
+    app = make_app(dispatcher)
+    names: tuple[str, ...] = ("pdkv_open_requests", "pdkv_open_generations", "pdkv_requests_in_flight")
+    _, task = begin(app, "POST", "/v1/completions", {"prompt": "x"})
+    generation = await dispatcher.next_generation(0)
+    samples = await scrape(app)
+    assert [samples[(name,)] for name in names] == [1, 1, 1]
+    generation.put(tokens(*ids("a"), end="stop"))
+    await task
+    samples = await scrape(app)
+    names += ("pdkv_body_bytes", "pdkv_waiting_bodies", "pdkv_text_bytes")
+    assert [samples[(name,)] for name in names] == [0] * 6
 
 
-def test_latencies_are_those_of_the_engines_and_a_clients_stall_is_counted_apart() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        app = make_app(dispatcher)
-        _, task = begin(app, "POST", "/v1/completions", {"prompt": "x", "stream": True})
-        generation = await dispatcher.next_generation(0)
-        later = time.perf_counter() + 100.0
-        for at in (later, later + 0.25, later + 0.5):
-            generation.put(tokens(*ids("a")), at=at)
-        generation.put(tokens(*ids("a"), end="stop"), at=later + 0.75)
-        await task
-        samples = await scrape(app)
-        assert 95.0 < samples[("pdkv_time_to_first_token_seconds_sum",)] < 105.0
-        assert samples[("pdkv_inter_token_seconds_count",)] == 3
-        assert samples[("pdkv_inter_token_seconds_sum",)] == pytest.approx(0.75)
-        assert samples[("pdkv_client_stall_seconds_count",)] == 0
-        _, task = begin(app, "POST", "/v1/completions", {"prompt": "x", "stream": True})
-        (await dispatcher.next_generation(1)).put(tokens(*ids("a"), end="stop"), at=time.perf_counter() - 5.0)
-        await task
-        samples = await scrape(app)
-        assert samples[("pdkv_client_stall_seconds_count",)] == 1
-        assert 5.0 <= samples[("pdkv_client_stall_seconds_sum",)] < 35.0
-
-    run(main())
+async def test_latencies_are_those_of_the_engines_and_a_clients_stall_is_counted_apart() -> None:
+    dispatcher = FakeDispatcher()
+    app = make_app(dispatcher)
+    _, task = begin(app, "POST", "/v1/completions", {"prompt": "x", "stream": True})
+    generation = await dispatcher.next_generation(0)
+    later = time.perf_counter() + 100.0
+    for at in (later, later + 0.25, later + 0.5):
+        generation.put(tokens(*ids("a")), at=at)
+    generation.put(tokens(*ids("a"), end="stop"), at=later + 0.75)
+    await task
+    samples = await scrape(app)
+    assert 95.0 < samples[("pdkv_time_to_first_token_seconds_sum",)] < 105.0
+    assert samples[("pdkv_inter_token_seconds_count",)] == 3
+    assert samples[("pdkv_inter_token_seconds_sum",)] == pytest.approx(0.75)
+    assert samples[("pdkv_client_stall_seconds_count",)] == 0
+    _, task = begin(app, "POST", "/v1/completions", {"prompt": "x", "stream": True})
+    (await dispatcher.next_generation(1)).put(tokens(*ids("a"), end="stop"), at=time.perf_counter() - 5.0)
+    await task
+    samples = await scrape(app)
+    assert samples[("pdkv_client_stall_seconds_count",)] == 1
+    assert 5.0 <= samples[("pdkv_client_stall_seconds_sum",)] < 35.0
 
 
 def test_others_have_their_turn_while_a_thousand_keys_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+import uvloop
 from http_server import connected, get, run, serving
 from starlette.types import Receive, Scope, Send
 
 from pdkv.router.http import limits
 from pdkv.router.http.response_transport import ResponseTransport
+
+event_loop = uvloop.new_event_loop  # the router's kind
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
@@ -48,18 +51,15 @@ def test_head_and_body_are_one_write_and_more_is_written_at_once() -> None:
     assert run(main()) == [HEAD + b"first", b"more", HEAD + b"second", b"more"]
 
 
-def test_a_head_does_not_wait_for_a_body_that_comes_later() -> None:
-    async def main() -> None:
-        connection, transport, _ = make()
-        transport.begin_response()
-        transport.write(HEAD)
-        assert connection.written == []
-        await asyncio.sleep(0)
-        assert connection.written == [HEAD]
-        transport.write(b"body")
-        assert connection.written == [HEAD, b"body"]
-
-    run(main())
+async def test_a_head_does_not_wait_for_a_body_that_comes_later() -> None:
+    connection, transport, _ = make()
+    transport.begin_response()
+    transport.write(HEAD)
+    assert connection.written == []
+    await asyncio.sleep(0)
+    assert connection.written == [HEAD]
+    transport.write(b"body")
+    assert connection.written == [HEAD, b"body"]
 
 
 def test_who_waits_to_send_a_body_is_answered_at_once() -> None:
@@ -75,30 +75,24 @@ def test_who_waits_to_send_a_body_is_answered_at_once() -> None:
     assert run(main()) == [HEAD + b"body"]
 
 
-def test_a_head_without_a_body_is_out_before_the_end() -> None:
-    async def main() -> None:
-        connection, transport, closed = make()
-        transport.begin_response()
-        transport.write(HEAD)
-        transport.close()
-        assert (connection.written, closed) == ([HEAD], [True])
-        transport.write(b"late")
-        await asyncio.sleep(0)
-        assert connection.written == [HEAD]
-
-    run(main())
+async def test_a_head_without_a_body_is_out_before_the_end() -> None:
+    connection, transport, closed = make()
+    transport.begin_response()
+    transport.write(HEAD)
+    transport.close()
+    assert (connection.written, closed) == ([HEAD], [True])
+    transport.write(b"late")
+    await asyncio.sleep(0)
+    assert connection.written == [HEAD]
 
 
-def test_nothing_is_written_to_a_connection_that_is_gone() -> None:
-    async def main() -> None:
-        connection, transport, _ = make()
-        transport.begin_response()
-        transport.write(HEAD)
-        connection.gone = True
-        await asyncio.sleep(0)
-        assert connection.written == []
-
-    run(main())
+async def test_nothing_is_written_to_a_connection_that_is_gone() -> None:
+    connection, transport, _ = make()
+    transport.begin_response()
+    transport.write(HEAD)
+    connection.gone = True
+    await asyncio.sleep(0)
+    assert connection.written == []
 
 
 class _Recorded:

@@ -637,49 +637,37 @@ def test_a_failure_in_mid_stream_is_an_event_and_the_responses_end() -> None:
     assert (exchange.status, exchange.json()["error"]["code"]) == (503, "engine_died")
 
 
-def test_a_client_that_leaves_ends_its_generation() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher(lambda _: [tokens(*ids("a"))])
-        exchange, task = begin(make_app(dispatcher), "POST", PATH, {"input": "x", "stream": True})
-        await exchange.wait_for_writes(1)
-        exchange.disconnect()
-        await task
-        assert dispatcher.generations[0].aborted
-
-    run(main())
+async def test_a_client_that_leaves_ends_its_generation() -> None:
+    dispatcher = FakeDispatcher(lambda _: [tokens(*ids("a"))])
+    exchange, task = begin(make_app(dispatcher), "POST", PATH, {"input": "x", "stream": True})
+    await exchange.wait_for_writes(1)
+    exchange.disconnect()
+    await task
+    assert dispatcher.generations[0].aborted
 
 
-def test_an_event_is_sent_with_its_token() -> None:
+async def test_an_event_is_sent_with_its_token() -> None:
     """One write per token, the first of which begins the response."""
-
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        exchange, task = begin(make_app(dispatcher), "POST", PATH, {"input": "x", "stream": True})
-        generation = await dispatcher.next_generation(0)
-        for number, letter in enumerate("abc", 1):
-            generation.put(tokens(*ids(letter)))
-            await exchange.wait_for_writes(number)
-            assert f'"delta":"{letter}"'.encode() in exchange.writes[-1]
-        generation.put(tokens(end="stop"))
-        await task
-        assert said(whole_of(typed_events(exchange.body))) == [("message", "abc")]
-
-    run(main())
+    dispatcher = FakeDispatcher()
+    exchange, task = begin(make_app(dispatcher), "POST", PATH, {"input": "x", "stream": True})
+    generation = await dispatcher.next_generation(0)
+    for number, letter in enumerate("abc", 1):
+        generation.put(tokens(*ids(letter)))
+        await exchange.wait_for_writes(number)
+        assert f'"delta":"{letter}"'.encode() in exchange.writes[-1]
+    generation.put(tokens(end="stop"))
+    await task
+    assert said(whole_of(typed_events(exchange.body))) == [("message", "abc")]
 
 
-def test_limits_and_metrics_are_those_of_the_other_endpoints() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher(say([*ids("ab"), eos()]))
-        app = make_app(dispatcher, limits=HttpLimits(max_body_bytes=2000))
-        assert (await call(app, "POST", PATH, {"input": "x" * 3000})).status == 413
-        assert (await call(app, "POST", PATH, {"input": "x"}, {"content-type": "text/plain"})).status == 415
-        assert (await call(app, "POST", PATH, {"input": "x", "model": "other"})).status == 404
-        assert (await call(app, "GET", PATH)).status == 405
-        assert (await call(app, "POST", PATH, {"input": "x"}, {"x-request-id": "mine"})).headers[
-            "x-request-id"
-        ] == "mine"
-        metrics = (await call(app, "GET", "/metrics")).body.decode()
-        assert 'pdkv_requests_total{endpoint="responses",outcome="ok"} 1.0' in metrics
-        assert 'pdkv_requests_total{endpoint="responses",outcome="model_not_found"} 1.0' in metrics
-
-    run(main())
+async def test_limits_and_metrics_are_those_of_the_other_endpoints() -> None:
+    dispatcher = FakeDispatcher(say([*ids("ab"), eos()]))
+    app = make_app(dispatcher, limits=HttpLimits(max_body_bytes=2000))
+    assert (await call(app, "POST", PATH, {"input": "x" * 3000})).status == 413
+    assert (await call(app, "POST", PATH, {"input": "x"}, {"content-type": "text/plain"})).status == 415
+    assert (await call(app, "POST", PATH, {"input": "x", "model": "other"})).status == 404
+    assert (await call(app, "GET", PATH)).status == 405
+    assert (await call(app, "POST", PATH, {"input": "x"}, {"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+    metrics = (await call(app, "GET", "/metrics")).body.decode()
+    assert 'pdkv_requests_total{endpoint="responses",outcome="ok"} 1.0' in metrics
+    assert 'pdkv_requests_total{endpoint="responses",outcome="model_not_found"} 1.0' in metrics

@@ -101,83 +101,71 @@ def test_chat_logprobs_are_streamed() -> None:
     assert [chunk["choices"][0]["logprobs"]["content"][0]["token"] for chunk in chunks] == ["a", "b"]
 
 
-def test_each_delta_of_the_engines_is_one_write() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        body = {"model": MODEL, "messages": USER, "stream": True, "stream_options": {"include_usage": True}}
-        exchange, task = begin(make_app(dispatcher), "POST", "/v1/chat/completions", body)
-        generation = await dispatcher.next_generation(0)
-        for number, delta in enumerate([tokens(*ids("ab")), tokens(*ids("cd")), tokens(*ids("e"), end="stop")], 1):
-            assert len(exchange.writes) == number - 1
-            generation.put(delta)
-            await exchange.wait_for_writes(number)
-        await task
-        assert len(exchange.writes) == 4  # usage and [DONE] leave together
-
-    run(main())
+async def test_each_delta_of_the_engines_is_one_write() -> None:
+    dispatcher = FakeDispatcher()
+    body = {"model": MODEL, "messages": USER, "stream": True, "stream_options": {"include_usage": True}}
+    exchange, task = begin(make_app(dispatcher), "POST", "/v1/chat/completions", body)
+    generation = await dispatcher.next_generation(0)
+    for number, delta in enumerate([tokens(*ids("ab")), tokens(*ids("cd")), tokens(*ids("e"), end="stop")], 1):
+        assert len(exchange.writes) == number - 1
+        generation.put(delta)
+        await exchange.wait_for_writes(number)
+    await task
+    assert len(exchange.writes) == 4  # usage and [DONE] leave together
 
 
-def test_what_several_choices_got_in_one_step_is_one_write() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        body = {"model": MODEL, "prompt": ["a", "b", "c"], "stream": True}
-        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
-        await dispatcher.next_generation(2)
-        for generation in dispatcher.generations:
-            generation.put(tokens(*ids("x")))
-        await exchange.wait_for_writes(1)
-        for generation in dispatcher.generations:
-            generation.put(tokens(*ids("y"), end="stop"))
-        await task
-        assert len(exchange.writes) == 3
-        choices = [event["choices"][0] for event in exchange.events()[:-1]]
-        assert [(choice["index"], choice["text"]) for choice in choices] == [(i, t) for t in "xy" for i in range(3)]
-
-    run(main())
+async def test_what_several_choices_got_in_one_step_is_one_write() -> None:
+    dispatcher = FakeDispatcher()
+    body = {"model": MODEL, "prompt": ["a", "b", "c"], "stream": True}
+    exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
+    await dispatcher.next_generation(2)
+    for generation in dispatcher.generations:
+        generation.put(tokens(*ids("x")))
+    await exchange.wait_for_writes(1)
+    for generation in dispatcher.generations:
+        generation.put(tokens(*ids("y"), end="stop"))
+    await task
+    assert len(exchange.writes) == 3
+    choices = [event["choices"][0] for event in exchange.events()[:-1]]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [(i, t) for t in "xy" for i in range(3)]
 
 
-def test_the_other_choices_start_behind_the_first_ones_first_delta() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        body = {"model": MODEL, "prompt": ["a", "b"], "n": 2, "stream": True}
-        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
-        await dispatcher.next_generation(1)
-        assert [request.choice for request in dispatcher.requests] == [0, 0]
-        dispatcher.generations[1].put(tokens(*ids("x")))
-        await exchange.wait_for_writes(1)
-        assert [request.choice for request in dispatcher.requests] == [0, 0, 1]
-        assert dispatcher.requests[2].prompt_token_ids == dispatcher.requests[1].prompt_token_ids
-        dispatcher.generations[0].put(tokens(*ids("x"), end="stop"))
-        await dispatcher.next_generation(3)
-        for generation in dispatcher.generations[1:]:
-            generation.put(tokens(end="length"))
-        await task
-        finished = [e["choices"][0]["index"] for e in exchange.events()[:-1] if e["choices"][0]["finish_reason"]]
-        assert sorted(finished) == [0, 1, 2, 3]
-
-    run(main())
+async def test_the_other_choices_start_behind_the_first_ones_first_delta() -> None:
+    dispatcher = FakeDispatcher()
+    body = {"model": MODEL, "prompt": ["a", "b"], "n": 2, "stream": True}
+    exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
+    await dispatcher.next_generation(1)
+    assert [request.choice for request in dispatcher.requests] == [0, 0]
+    dispatcher.generations[1].put(tokens(*ids("x")))
+    await exchange.wait_for_writes(1)
+    assert [request.choice for request in dispatcher.requests] == [0, 0, 1]
+    assert dispatcher.requests[2].prompt_token_ids == dispatcher.requests[1].prompt_token_ids
+    dispatcher.generations[0].put(tokens(*ids("x"), end="stop"))
+    await dispatcher.next_generation(3)
+    for generation in dispatcher.generations[1:]:
+        generation.put(tokens(end="length"))
+    await task
+    finished = [e["choices"][0]["index"] for e in exchange.events()[:-1] if e["choices"][0]["finish_reason"]]
+    assert sorted(finished) == [0, 1, 2, 3]
 
 
-def test_a_stop_string_is_never_shown_and_ends_one_choice_only() -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        body = {"model": MODEL, "prompt": ["a", "b"], "stream": True, "stop": "END"}
-        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
-        await dispatcher.next_generation(1)
-        first, second = dispatcher.generations
-        for text in ("xE", "N", "D!"):
-            first.put(tokens(*ids(text)))
-        await first.over.wait()  # while the other one runs
-        second.put(tokens(*ids("yEN"), end="length"))
-        await task
-        assert not second.aborted
-        text = {0: "", 1: ""}
-        for event in exchange.events()[:-1]:
-            [choice] = event["choices"]
-            text[choice["index"]] += choice["text"]
-        assert text == {0: "x", 1: "yEN"}
-
-    run(main())
+async def test_a_stop_string_is_never_shown_and_ends_one_choice_only() -> None:
+    dispatcher = FakeDispatcher()
+    body = {"model": MODEL, "prompt": ["a", "b"], "stream": True, "stop": "END"}
+    exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
+    await dispatcher.next_generation(1)
+    first, second = dispatcher.generations
+    for text in ("xE", "N", "D!"):
+        first.put(tokens(*ids(text)))
+    await first.over.wait()  # while the other one runs
+    second.put(tokens(*ids("yEN"), end="length"))
+    await task
+    assert not second.aborted
+    text = {0: "", 1: ""}
+    for event in exchange.events()[:-1]:
+        [choice] = event["choices"]
+        text[choice["index"]] += choice["text"]
+    assert text == {0: "x", 1: "yEN"}
 
 
 def test_headers_name_the_engines_and_echo_the_clients_id() -> None:
@@ -199,21 +187,18 @@ def test_a_failure_before_the_first_token_is_a_status() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"prompt": ["a", "b"]}, {"messages": USER}])
-def test_a_failure_behind_the_first_token_is_an_event_and_no_done(fields: dict[str, Any]) -> None:
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        body = {"model": MODEL, "stream": True, **({} if "messages" in fields else {"prompt": "a"}), **fields}
-        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-        exchange, task = begin(make_app(dispatcher), "POST", path, body)
-        generation = await dispatcher.next_generation(0)
-        generation.put(tokens(*ids("a")))
-        await exchange.wait_for_writes(1)
-        generation.put(EngineDied("engine decode-1 died", request_id="r"))
-        await task
-        last = exchange.events()[-1]
-        assert last["error"]["code"] == "engine_died"
-        assert "decode-1" in last["error"]["message"]
-        assert exchange.complete
-        assert all(other.aborted for other in dispatcher.generations[1:])
-
-    run(main())
+async def test_a_failure_behind_the_first_token_is_an_event_and_no_done(fields: dict[str, Any]) -> None:
+    dispatcher = FakeDispatcher()
+    body = {"model": MODEL, "stream": True, **({} if "messages" in fields else {"prompt": "a"}), **fields}
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    exchange, task = begin(make_app(dispatcher), "POST", path, body)
+    generation = await dispatcher.next_generation(0)
+    generation.put(tokens(*ids("a")))
+    await exchange.wait_for_writes(1)
+    generation.put(EngineDied("engine decode-1 died", request_id="r"))
+    await task
+    last = exchange.events()[-1]
+    assert last["error"]["code"] == "engine_died"
+    assert "decode-1" in last["error"]["message"]
+    assert exchange.complete
+    assert all(other.aborted for other in dispatcher.generations[1:])

@@ -211,28 +211,25 @@ class Gate:
         return "done"
 
 
-def test_what_nobody_waits_for_leaves_the_queue() -> None:
-    async def main() -> None:
-        pool = TextPool()
-        gate = Gate()
-        running = asyncio.create_task(pool.run(3000, gate.work))
-        await asyncio.to_thread(gate.entered.wait)
-        ran: list[int] = []
-        queued = asyncio.create_task(pool.run(4000, lambda cancelled: ran.append(1)))
-        await asyncio.sleep(0)
-        assert pool.held == 7000
-        for task in (queued, running):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert pool.held == 0
-        gate.open.set()
-        assert await pool.run(4000, lambda cancelled: "next") == "next"
-        assert gate.cancelled
-        assert ran == []
-        pool.close()
-
-    run(main())
+async def test_what_nobody_waits_for_leaves_the_queue() -> None:
+    pool = TextPool()
+    gate = Gate()
+    running = asyncio.create_task(pool.run(3000, gate.work))
+    await asyncio.to_thread(gate.entered.wait)
+    ran: list[int] = []
+    queued = asyncio.create_task(pool.run(4000, lambda cancelled: ran.append(1)))
+    await asyncio.sleep(0)
+    assert pool.held == 7000
+    for task in (queued, running):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert pool.held == 0
+    gate.open.set()
+    assert await pool.run(4000, lambda cancelled: "next") == "next"
+    assert gate.cancelled
+    assert ran == []
+    pool.close()
 
 
 def spin(seconds: float) -> None:
@@ -289,34 +286,28 @@ def test_what_takes_longer_than_its_text_explains_is_done_apart_from_texts() -> 
     run(main())
 
 
-def test_a_pool_that_is_closed_drops_what_waits() -> None:
-    async def main() -> None:
-        pool, gate = TextPool(), Gate()
-        running = asyncio.create_task(pool.run(3000, gate.work))
-        await asyncio.to_thread(gate.entered.wait)
-        queued = asyncio.create_task(pool.run(3000, lambda cancelled: "never"))
-        await asyncio.sleep(0)
-        pool.close()
-        with pytest.raises(asyncio.CancelledError):
-            await queued
-        gate.open.set()
-        assert await running == "done"
-
-    run(main())
+async def test_a_pool_that_is_closed_drops_what_waits() -> None:
+    pool, gate = TextPool(), Gate()
+    running = asyncio.create_task(pool.run(3000, gate.work))
+    await asyncio.to_thread(gate.entered.wait)
+    queued = asyncio.create_task(pool.run(3000, lambda cancelled: "never"))
+    await asyncio.sleep(0)
+    pool.close()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    gate.open.set()
+    assert await running == "done"
 
 
-def test_large_bodies_do_not_hold_up_small_ones() -> None:
-    async def main() -> None:
-        pool = TextPool()
-        gate = Gate()
-        large = asyncio.create_task(pool.run(1 << 20, gate.work))
-        await asyncio.to_thread(gate.entered.wait)
-        assert await pool.run(3000, lambda cancelled: "small") == "small"
-        gate.open.set()
-        assert await large == "done"
-        pool.close()
-
-    run(main())
+async def test_large_bodies_do_not_hold_up_small_ones() -> None:
+    pool = TextPool()
+    gate = Gate()
+    large = asyncio.create_task(pool.run(1 << 20, gate.work))
+    await asyncio.to_thread(gate.entered.wait)
+    assert await pool.run(3000, lambda cancelled: "small") == "small"
+    gate.open.set()
+    assert await large == "done"
+    pool.close()
 
 
 def hold_the_first(monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, list[str]]:
@@ -336,7 +327,7 @@ def hold_the_first(monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, list[str]]:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+async def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Its work is in the queue behind another's; health is answered all the while."""
     app = make_app(FakeDispatcher(say(ids("ab"))))  # which tokenizes, too
     gate, encoded = hold_the_first(monkeypatch)
@@ -348,25 +339,22 @@ def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPat
             prompt = {"messages": [{"role": "user", "content": text}]}
         return json.dumps({"model": MODEL, "max_tokens": 1, **prompt}).encode().ljust(INLINE_BYTES + 1)
 
-    async def main() -> None:
-        _, first = begin(app, "POST", path, body("1"))
-        await asyncio.to_thread(gate.entered.wait)
-        leaver, second = begin(app, "POST", path, body("2"))
-        third_reply, third = begin(app, "POST", path, body("3"))
-        assert (await call(app, "GET", "/health")).status == 200
-        leaver.disconnect()
-        await second
-        assert leaver.status == 0
-        gate.open.set()
-        await first
-        await third
-        assert third_reply.status == 200
-        assert encoded == ["1", "3"]
-
-    run(main())
+    _, first = begin(app, "POST", path, body("1"))
+    await asyncio.to_thread(gate.entered.wait)
+    leaver, second = begin(app, "POST", path, body("2"))
+    third_reply, third = begin(app, "POST", path, body("3"))
+    assert (await call(app, "GET", "/health")).status == 200
+    leaver.disconnect()
+    await second
+    assert leaver.status == 0
+    gate.open.set()
+    await first
+    await third
+    assert third_reply.status == 200
+    assert encoded == ["1", "3"]
 
 
-def test_of_a_client_that_leaves_no_further_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_a_client_that_leaves_no_further_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer cannot be interrupted, but a request may have hundreds of prompts."""
     app = make_app(FakeDispatcher(say(ids("ab"))))  # which tokenizes, too
     gate, encoded = hold_the_first(monkeypatch)
@@ -374,19 +362,16 @@ def test_of_a_client_that_leaves_no_further_prompt_is_tokenized(monkeypatch: pyt
     def body(prompt: list[str]) -> bytes:
         return json.dumps({"model": MODEL, "max_tokens": 1, "prompt": prompt}).encode().ljust(INLINE_BYTES + 1)
 
-    async def main() -> None:
-        leaver, first = begin(app, "POST", COMPLETIONS, body(["1", "2", "3"]))
-        await asyncio.to_thread(gate.entered.wait)
-        leaver.disconnect()
-        await first
-        gate.open.set()
-        assert (await call(app, "POST", COMPLETIONS, body(["4"]))).status == 200  # the same thread's next work
-        assert encoded == ["1", "4"]
-
-    run(main())
+    leaver, first = begin(app, "POST", COMPLETIONS, body(["1", "2", "3"]))
+    await asyncio.to_thread(gate.entered.wait)
+    leaver.disconnect()
+    await first
+    gate.open.set()
+    assert (await call(app, "POST", COMPLETIONS, body(["4"]))).status == 200  # the same thread's next work
+    assert encoded == ["1", "4"]
 
 
-def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(FakeDispatcher())  # which tokenizes, too
     gate = Gate()
     encode = Tokenizer.encode
@@ -396,14 +381,10 @@ def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPa
         return encode(self, text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
-
-    async def main() -> None:
-        body = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(INLINE_BYTES + 1)
-        reply = await call(app, "POST", COMPLETIONS, body, {"x-pd-timeout-s": "0.05"})
-        assert (reply.status, reply.json()["error"]["code"]) == (504, "timeout")
-        gate.open.set()
-
-    run(main())
+    body = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(INLINE_BYTES + 1)
+    reply = await call(app, "POST", COMPLETIONS, body, {"x-pd-timeout-s": "0.05"})
+    assert (reply.status, reply.json()["error"]["code"]) == (504, "timeout")
+    gate.open.set()
 
 
 class Marker:

@@ -24,6 +24,8 @@ from pdkv.errors import ConfigError
 from pdkv.router.http import connections as http_connections
 from pdkv.router.http.certificates import Tls, load_context
 
+event_loop = uvloop.new_event_loop  # the router's kind
+
 LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
@@ -109,24 +111,20 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_not_lost(files: C
     run(main(), LOOPS[loop])
 
 
-def test_old_versions_of_tls_are_refused(files: Certificates) -> None:
+async def test_old_versions_of_tls_are_refused(files: Certificates) -> None:
     context = client_context(files)
     context.set_ciphers("ALL:@SECLEVEL=0")
-
-    async def main() -> None:
-        async with serving(bytes_app, tls=Tls(config(files))) as server:
-            context.maximum_version = ssl.TLSVersion.TLSv1_2
-            async with connected(server.port, context) as client:
-                assert client.writer.get_extra_info("cipher")[1] == "TLSv1.2"
-            context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
-            with pytest.warns(DeprecationWarning, match="TLSv1_1"):
-                context.maximum_version = ssl.TLSVersion.TLSv1_1
-            with pytest.raises(OSError):  # asyncio sends no alert, and a reset
-                async with connected(server.port, context):
-                    pass
-            await ends(server)
-
-    run(main())
+    async with serving(bytes_app, tls=Tls(config(files))) as server:
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        async with connected(server.port, context) as client:
+            assert client.writer.get_extra_info("cipher")[1] == "TLSv1.2"
+        context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+            context.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises(OSError):  # asyncio sends no alert, and a reset
+            async with connected(server.port, context):
+                pass
+        await ends(server)
 
 
 @pytest.mark.parametrize("reqs", [None, "required", "optional"])
@@ -173,39 +171,32 @@ def test_what_is_no_handshake_ends_soon(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_connections_without_a_handshake_count_and_make_room(
+async def test_connections_without_a_handshake_count_and_make_room(
     files: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_connections, "_EVICTABLE_S", 0.0)
-
-    async def main() -> None:
-        async with serving(bytes_app, max_connections=10, tls=Tls(config(files))) as server:
-            silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
-            async with connected(server.port, client_context(files)) as client:
-                assert server.room.num_open <= 10
-                await client.send(get("/1"))
-                assert (await client.reply()).status == 200
-            monkeypatch.setattr(http_connections, "_EVICTABLE_S", 100.0)
-            await server.room.send_rest(0.0)
-            await ends(server)
-            for _, writer in silent:
-                writer.close()
-
-    run(main())
+    async with serving(bytes_app, max_connections=10, tls=Tls(config(files))) as server:
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
+        async with connected(server.port, client_context(files)) as client:
+            assert server.room.num_open <= 10
+            await client.send(get("/1"))
+            assert (await client.reply()).status == 200
+        monkeypatch.setattr(http_connections, "_EVICTABLE_S", 100.0)
+        await server.room.send_rest(0.0)
+        await ends(server)
+        for _, writer in silent:
+            writer.close()
 
 
-def test_without_room_a_connection_ends_before_its_handshake(files: Certificates) -> None:
-    async def main() -> None:
-        async with serving(bytes_app, max_connections=1, tls=Tls(config(files))) as server:
-            async with connected(server.port, client_context(files)) as client:
-                await client.send(get("/1"))
-                assert (await client.reply()).status == 200
-                with pytest.raises(OSError):
-                    async with connected(server.port, client_context(files)):
-                        pass
-            await ends(server)
-
-    run(main())
+async def test_without_room_a_connection_ends_before_its_handshake(files: Certificates) -> None:
+    async with serving(bytes_app, max_connections=1, tls=Tls(config(files))) as server:
+        async with connected(server.port, client_context(files)) as client:
+            await client.send(get("/1"))
+            assert (await client.reply()).status == 200
+            with pytest.raises(OSError):
+                async with connected(server.port, client_context(files)):
+                    pass
+        await ends(server)
 
 
 def test_a_renewed_certificate_is_for_those_who_come_then(

@@ -3,10 +3,13 @@
 import asyncio
 import socket
 
+import uvloop
 from http_server import get, post, run, serving
 from starlette.types import Receive, Scope, Send
 
 from pdkv.router.http.turnstile import STARTS_PER_TURN, Turnstile
+
+event_loop = uvloop.new_event_loop  # the router's kind
 
 
 async def turn() -> None:
@@ -14,54 +17,45 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
-def test_so_many_begin_in_a_turn_and_in_order() -> None:
-    async def main() -> None:
-        begun: list[int] = []
-        turnstile = Turnstile(per_turn=3)
-        for i in range(8):
-            turnstile.enter(lambda i=i: begun.append(i))
-        assert (begun, turnstile.num_waiting) == ([0, 1, 2], 5)
-        await turn()
-        turnstile.enter(lambda: begun.append(8))
-        assert (begun, turnstile.num_waiting) == ([0, 1, 2, 3, 4, 5], 3)
-        await turn()
-        assert begun == list(range(9))
-        turnstile.enter(lambda: begun.append(9))
-        assert turnstile.num_waiting == 1  # this turn has had its three
-        await turn()
-        assert begun == list(range(10))
-
-    run(main())
+async def test_so_many_begin_in_a_turn_and_in_order() -> None:
+    begun: list[int] = []
+    turnstile = Turnstile(per_turn=3)
+    for i in range(8):
+        turnstile.enter(lambda i=i: begun.append(i))
+    assert (begun, turnstile.num_waiting) == ([0, 1, 2], 5)
+    await turn()
+    turnstile.enter(lambda: begun.append(8))
+    assert (begun, turnstile.num_waiting) == ([0, 1, 2, 3, 4, 5], 3)
+    await turn()
+    assert begun == list(range(9))
+    turnstile.enter(lambda: begun.append(9))
+    assert turnstile.num_waiting == 1  # this turn has had its three
+    await turn()
+    assert begun == list(range(10))
 
 
-def test_what_begins_may_let_more_begin() -> None:
-    async def main() -> None:
-        begun: list[int] = []
-        turnstile = Turnstile(per_turn=2)
+async def test_what_begins_may_let_more_begin() -> None:
+    begun: list[int] = []
+    turnstile = Turnstile(per_turn=2)
 
-        def start(i: int) -> None:
-            begun.append(i)
-            if i < 5:
-                turnstile.enter(lambda: start(i + 1))
+    def start(i: int) -> None:
+        begun.append(i)
+        if i < 5:
+            turnstile.enter(lambda: start(i + 1))
 
-        start(0)
-        assert begun == [0, 1, 2]
-        await turn()
-        assert begun == [0, 1, 2, 3, 4]
-        await turn()
-        assert begun == [0, 1, 2, 3, 4, 5]
-
-    run(main())
+    start(0)
+    assert begun == [0, 1, 2]
+    await turn()
+    assert begun == [0, 1, 2, 3, 4]
+    await turn()
+    assert begun == [0, 1, 2, 3, 4, 5]
 
 
-def test_an_idle_turnstile_does_not_keep_the_loop_awake() -> None:
-    async def main() -> None:
-        turnstile = Turnstile(per_turn=2)
-        turnstile.enter(lambda: None)
-        await turn()
-        assert not turnstile._is_due
-
-    run(main())
+async def test_an_idle_turnstile_does_not_keep_the_loop_awake() -> None:
+    turnstile = Turnstile(per_turn=2)
+    turnstile.enter(lambda: None)
+    await turn()
+    assert not turnstile._is_due
 
 
 class _Begins:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from asgi_client import call
-from dispatch_rig import System, run
+from dispatch_rig import System, live
 from otlp_receiver import OtlpReceiver, attributes_of
 from small_app import MODEL, model_config, tokenizer
 
@@ -49,8 +49,8 @@ def by_name(receiver: OtlpReceiver) -> dict[str, Any]:
     return dict(zip(names, receiver.spans, strict=True))
 
 
-def test_router_prefill_transfer_and_decode_under_the_clients_span(receiver: OtlpReceiver) -> None:
-    async def body(system: System) -> None:
+async def test_router_prefill_transfer_and_decode_under_the_clients_span(receiver: OtlpReceiver) -> None:
+    async with live(System(1, 1)) as system:
         tracer = Tracer(receiver.endpoint)
         await ask(system, tracer, {"prompt": list(range(5, 30))}, headers=SAMPLED)
         spans = by_name(receiver)
@@ -79,11 +79,9 @@ def test_router_prefill_transfer_and_decode_under_the_clients_span(receiver: Otl
         names = {message.traceparent for message in engines if hasattr(message, "traceparent")}
         assert names == {f"00-{TRACE}-{root.span_id.hex()}-01"}
 
-    run(System(1, 1), body)
 
-
-def test_who_wants_no_trace_gets_none_and_who_has_none_gets_a_new_one(receiver: OtlpReceiver) -> None:
-    async def body(system: System) -> None:
+async def test_who_wants_no_trace_gets_none_and_who_has_none_gets_a_new_one(receiver: OtlpReceiver) -> None:
+    async with live(System(1, 1)) as system:
         tracer = Tracer(receiver.endpoint)
         await ask(system, tracer, {"prompt": [5] * 20}, headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
         assert receiver.spans == []
@@ -93,11 +91,9 @@ def test_who_wants_no_trace_gets_none_and_who_has_none_gets_a_new_one(receiver: 
         assert root.parent_span_id == b""
         assert root.trace_id.hex() != TRACE
 
-    run(System(1, 1), body)
 
-
-def test_a_retry_shows_both_attempts_and_an_error_is_one(receiver: OtlpReceiver) -> None:
-    async def body(system: System) -> None:
+async def test_a_retry_shows_both_attempts_and_an_error_is_one(receiver: OtlpReceiver) -> None:
+    async with live(System(2, 1)) as system:
         tracer = Tracer(receiver.endpoint)
         for backend in system.backends.values():
             backend.held = True
@@ -122,25 +118,21 @@ def test_a_retry_shows_both_attempts_and_an_error_is_one(receiver: OtlpReceiver)
         assert root.status.code == root.status.STATUS_CODE_ERROR
         assert attributes_of(root)["pdkv.outcome"] == "strange"
 
-    run(System(2, 1), body)
 
-
-def test_an_aggregated_engine_has_both_phases_and_choices_are_bounded(receiver: OtlpReceiver) -> None:
-    async def body(system: System) -> None:
+async def test_an_aggregated_engine_has_both_phases_and_choices_are_bounded(receiver: OtlpReceiver) -> None:
+    async with live(System(0, 1)) as system:
         tracer = Tracer(receiver.endpoint)
         await ask(system, tracer, {"prompt": [5] * 20, "n": 3 * MAX_GENERATIONS})
         names = [span.name for span in receiver.spans]
         assert names.count("pdkv.decode") == names.count("pdkv.prefill") == MAX_GENERATIONS
         assert "pdkv.transfer" not in names
 
-    run(System(0, 1), body)
-
 
 @pytest.mark.parametrize("how", ["refuses", "gone"])
-def test_a_collector_that_does_not_take_spans_harms_nothing(
+async def test_a_collector_that_does_not_take_spans_harms_nothing(
     receiver: OtlpReceiver, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(system: System) -> None:
+    async with live(System(1, 1)) as system:
         receiver.status = 400
         tracer = Tracer(receiver.endpoint if how == "refuses" else "http://127.0.0.1:1")
         with caplog.at_level(logging.WARNING):
@@ -150,8 +142,6 @@ def test_a_collector_that_does_not_take_spans_harms_nothing(
         assert tracer.counts["sent"] == 0
         assert system.dispatcher.counters.finished == 2
         assert "Traceback" not in caplog.text
-
-    run(System(1, 1), body)
 
 
 def test_urls() -> None:

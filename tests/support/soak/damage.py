@@ -24,8 +24,8 @@ from damage_subjects import KINDS, Subject, subject_of
 from flights import DAMAGES, WAYS
 from safetensors.torch import load_file, save_file
 from small_models import make_hf_model
-from stepped_engine import SteppedEngine
 
+from pdkv.testing.engine import InProcessEngine
 from soak.flown import finished, fly_all, save
 
 PROMPTS = 4  # of a round, together in one batch
@@ -88,11 +88,11 @@ class Fuzzer:
         self._foreign: dict[str, list[bytes]] = {}
         prompts = [self._prompt() for _ in range(PROMPTS)]
         for engine in others:
-            engine.run(prompts)
-            self._foreign[engine.name] = list(subject.take_saved(engine.name).values())
+            engine.generate(prompts)
+            self._foreign[engine.core.card.engine] = list(subject.take_saved(engine.core.card.engine).values())
 
-    def _make(self, name: str, model: Path, stack: ExitStack) -> SteppedEngine:
-        engine = SteppedEngine(name, model, self._subject.connector, self._subject.options(name))
+    def _make(self, name: str, model: Path, stack: ExitStack) -> InProcessEngine:
+        engine = InProcessEngine.of_model(model, self._subject.connector, self._subject.options(name), name=name)
         stack.callback(engine.close)
         return engine
 
@@ -102,7 +102,7 @@ class Fuzzer:
     def round(self, most: int) -> None:
         """Save new prompts, damage at most so many of their values, and read them until no damaged one is left."""
         prompts = [self._prompt() for _ in range(PROMPTS)]
-        expected = self._writer.run(prompts)
+        expected = self._writer.generate(prompts)
         values = self._subject.take_saved("writer")
         damaged = self._damage(values, most)
         self.report.num_rounds += 1
@@ -134,23 +134,25 @@ class Fuzzer:
         return damaged
 
     def _read(
-        self, engine: SteppedEngine, prompts: list[list[int]], expected: list[list[int]], damaged: dict[bytes, str]
+        self, engine: InProcessEngine, prompts: list[list[int]], expected: list[list[int]], damaged: dict[bytes, str]
     ) -> None:
         """Run the prompts, twice: what is corrupt hits the next request too. What was read is damaged no more."""
-        before = engine.num_damaged
+        before = engine.core.external.num_damaged
         for _ in range(2):
-            outputs = engine.run(prompts)
+            outputs = engine.generate(prompts)
             self.report.num_prompts += len(prompts)
             wrong = sum(tokens != right for tokens, right in zip(outputs, expected, strict=True))
             if wrong:
-                self._violation(f"{wrong} of {len(prompts)} wrong in {engine.name}", damaged)
-        asked = self._subject.take_read(engine.name)
+                self._violation(f"{wrong} of {len(prompts)} wrong in {engine.core.card.engine}", damaged)
+        asked = self._subject.take_read(engine.core.card.engine)
         read = asked & damaged.keys()
         self.report.num_sound += len(asked - read)
-        num_counted = engine.num_damaged - before
+        num_counted = engine.core.external.num_damaged - before
         self.report.num_counted += num_counted
         if num_counted != len(read):
-            self._violation(f"{len(read)} damaged values read, {num_counted} counted in {engine.name}", damaged)
+            self._violation(
+                f"{len(read)} damaged values read, {num_counted} counted in {engine.core.card.engine}", damaged
+            )
         self.report.read.update(damaged.pop(name) for name in read)
 
     def _violation(self, text: str, damaged: dict[bytes, str]) -> None:
