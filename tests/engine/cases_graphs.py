@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from interpreted_floats import save_work
 from small_models import make_hf_model
 from tape import TapeRecorder
 from triton.runtime.interpreter import InterpretedFunction
@@ -24,6 +25,7 @@ from pdkv.wire.messages import RequestKey
 from tests.engine.step_driver import StepDriver
 
 torch.set_num_threads(1)
+save_work()
 
 SIZES = (1, 2, 4, 6)
 
