@@ -100,8 +100,8 @@ def all_rows() -> list[Row]:
 
 
 def cover() -> list[Row]:
-    """One row of each kind of hand-off (read in place, pulled and pushed), with unequal ranks, unequal blocks and several
-    engines of a role among them; `make matrix` has every pair.
+    """One row of each kind of hand-off (read in place, pulled and pushed), with unequal ranks, unequal blocks and
+    several engines of a role among them; `make matrix` has every pair.
     """
     return [
         Row("shared_memory", "1P1D", (1, 2), (16, 32)),
