@@ -9,7 +9,7 @@ from soak.damage import DamageReport, foreign_model, fuzz
 
 from pdkv.connectors.store.envelope import Check
 
-NUM_MUTATIONS = 12  # of each kind of store
+NUM_MUTATIONS = 24  # of each kind of store
 
 Fuzz = Callable[..., DamageReport]
 
