@@ -63,17 +63,16 @@ test: install
 # deployments stopped for a second now and then (STOPS=1): lists every test that failed once. A run whose report is in
 # .bench/steady is not repeated: remove the folder after a change.
 steady: install
-	cd tests/support && $(abspath $(BIN))/python -m steady --runs $(N) --load $(LOAD) $(if $(STOPS),--stops)
+	cd tests/harness && $(abspath $(BIN))/python -m steady --runs $(N) --load $(LOAD) $(if $(STOPS),--stops)
 
-# Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out.
-# Takes an hour on two cores.
+# Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out: it is
+# marked slow. Takes an hour on two cores.
 matrix: install
 	mkdir -p .bench && rm -f .bench/matrix.txt
 	MATRIX_RESULTS=$(abspath .bench/matrix.txt) \
 		$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/matrix
 	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
-	$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/connector_kit/test_check.py
-	$(BIN)/python -m pytest -n 2 --dist load -m "slow and not gpu" tests/connectors tests/e2e tests/grammar tests/kernels tests/kv_store tests/models tests/pdkv
+	$(BIN)/python -m pytest -n 2 --dist load -m "slow and not gpu" --ignore tests/matrix
 
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many damaged transfers of each kind, on each
 # way and for all ranks (TRIALS=1000), so many schedules of the hand-off state machine at each number of steps ahead
@@ -83,24 +82,24 @@ matrix: install
 # each connector (FRAMES=100000), strangers at every door of theirs (a thousand connections each), then chaos under load for so many minutes per backend: make soak MINUTES=5
 # BACKENDS="shared_memory store_redis". Then ROUTER_MINUTES=10 with one router alone, whose memory must stay flat.
 soak: install
-	cd tests/support && $(abspath $(BIN))/python -m soak.damage --mutations $(DAMAGE) --trials $(TRIALS) --seed $(SEED)
-	cd tests/support && $(abspath $(BIN))/python -m soak.schedules --schedules $(SCHEDULES) --seed $(SEED)
-	cd tests/support && $(abspath $(BIN))/python -m soak.http_fuzz --requests $(REQUESTS) --seed $(SEED)
-	cd tests/support && $(abspath $(BIN))/python -m soak.clients --seconds $(CLIENTS)
-	cd tests/support && $(abspath $(BIN))/python -m soak.schemas
-	cd tests/support && $(abspath $(BIN))/python -m soak.shapes --requests $(SHAPES) --seed $(SEED)
-	cd tests/support && $(abspath $(BIN))/python -m soak.tenants --minutes $(TENANTS)
-	cd tests/support && $(abspath $(BIN))/python -m soak --frames $(FRAMES) --seed $(SEED)
-	cd tests/support && $(abspath $(BIN))/python -m soak --strangers
-	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)
-	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(ROUTER_MINUTES) --seed $(SEED) --tp 1,1 \
+	cd tests/harness && $(abspath $(BIN))/python -m soak.damage --mutations $(DAMAGE) --trials $(TRIALS) --seed $(SEED)
+	cd tests/harness && $(abspath $(BIN))/python -m soak.schedules --schedules $(SCHEDULES) --seed $(SEED)
+	cd tests/harness && $(abspath $(BIN))/python -m soak.http_fuzz --requests $(REQUESTS) --seed $(SEED)
+	cd tests/harness && $(abspath $(BIN))/python -m soak.clients --seconds $(CLIENTS)
+	cd tests/harness && $(abspath $(BIN))/python -m soak.schemas
+	cd tests/harness && $(abspath $(BIN))/python -m soak.shapes --requests $(SHAPES) --seed $(SEED)
+	cd tests/harness && $(abspath $(BIN))/python -m soak.tenants --minutes $(TENANTS)
+	cd tests/harness && $(abspath $(BIN))/python -m soak --frames $(FRAMES) --seed $(SEED)
+	cd tests/harness && $(abspath $(BIN))/python -m soak --strangers
+	cd tests/harness && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)
+	cd tests/harness && $(abspath $(BIN))/python -m soak --minutes $(ROUTER_MINUTES) --seed $(SEED) --tp 1,1 \
 		--backends shared_memory --spare router
 
 # Each fault at each place under load, over each way in which KV travels, and what became of CELL=100 requests, at RATE=15 a
 # second instead of half of what is measured first; engines are stopped for STOP=10 seconds. A quarter of an hour.
 # BACKENDS="shared_memory store_tiers" chooses backends. The table goes to benchmarks/results/.
 faults: install
-	cd tests/support && $(abspath $(BIN))/python -m faults --requests $(CELL) --rate $(RATE) --stop-s $(STOP) \
+	cd tests/harness && $(abspath $(BIN))/python -m faults --requests $(CELL) --rate $(RATE) --stop-s $(STOP) \
 		--save --backends $(BACKENDS)
 
 # Operations under load (drain, roles, scale, rolling restarts, SIGTERM), and all engines of a role gone for 5 s: what became

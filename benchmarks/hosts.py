@@ -1,6 +1,6 @@
 """Transfers between two hosts, which are network namespaces, beside one bare socket in the same rounds.
 
-The wire is a process that passes packets on (tests/support/hosts/), so what it carries is far less than a network card
+The wire is a process that passes packets on (tests/harness/hosts/), so what it carries is far less than a network card
 does; the ratios say what a transfer makes of it.
 """
 

@@ -34,7 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ProcessGuard())
 
 
-LONGEST_FIRST = ("e2e", "soak", "matrix", "connector_kit", "benchmarks", "state_machine", "connectors", "launch")
+LONGEST_FIRST = (
+    "e2e",
+    "kernels",
+    "soak",
+    "matrix",
+    "connector_kit",
+    "benchmarks",
+    "connectors",
+    "state_machine",
+    "launch",
+)
 """Folders whose files take long: what one process begins last shall not take longer than what the others have left."""
 
 

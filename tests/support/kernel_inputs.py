@@ -1,8 +1,15 @@
 """Random tensors for kernels."""
 
+import pytest
 import torch
 
-MIXED = [(1, 33), (20, 20), (0, 9), (1, 16), (3, 130), (0, 0), (1, 1), (35, 65)]  # (queries, tokens) of a sequence
+MIXED = [(1, 33), (20, 20), (0, 9), (1, 16), (3, 130), (0, 0), (1, 1), (9, 65)]  # (queries, tokens) of a sequence
+
+FLOAT32_FIRST = [
+    torch.float32,
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.bfloat16)),
+]
+"""For the fixture `dtype`, where others differ by roundings alone."""
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -26,6 +26,7 @@ from state_machine.standin_store import StandInStoreMetadata, StandInStoreSchedu
 
 Pair = tuple[str, Order, str]
 Patch = pytest.MonkeyPatch
+Planted = tuple[Callable[[Patch], None], Pair, tuple[int, ...]]
 
 PULL: Pair = ("pull", "prefill_first", "async")
 PUSH: Pair = ("push", "concurrent", "async")
@@ -363,38 +364,39 @@ def guesses_behind_the_stop(patch: Patch) -> None:
     patch.setattr(StopRules, "apply", broken)
 
 
-DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
-    (lease_freed_early, PULL),
-    (quarantine_skipped, PUSH),
-    (generation_not_reread, PULL),
-    (tail_indexed, STORE),
-    (attempt_ignored, PULL),
-    (late_write_admitted, PUSH),
-    (duplicate_release_frees_twice, PULL),
-    (old_epoch_accepted, PULL),
-    (save_committed_after_failed_load, LAYERWISE),
-    (decode_writes_into_its_own_hit, PULL),
-    (block_cached_before_it_is_filled, PULL),
-    (preempted_blocks_handed_off, PULL),
-    (preempted_passes_the_urgent, PULL),
-    (victims_by_age_alone, PULL),
-    (part_of_a_load_counted_as_more, STORE),
-    (part_of_a_load_with_its_step, LAYERWISE),
+DEFECTS: Sequence[Planted] = (
+    (lease_freed_early, PULL, (0, 3, 0)),
+    (quarantine_skipped, PUSH, (5, 3, 0)),
+    (generation_not_reread, PULL, (0, 26, 26)),
+    (tail_indexed, STORE, (0, 0, 0)),
+    (attempt_ignored, PULL, (0, 0, 0)),
+    (late_write_admitted, PUSH, (3, 5, 0)),
+    (duplicate_release_frees_twice, PULL, (0, 4, 1)),
+    (old_epoch_accepted, PULL, (26, 268, 268)),
+    (save_committed_after_failed_load, LAYERWISE, (35, 6, 6)),
+    (decode_writes_into_its_own_hit, PULL, (0, 5, 0)),
+    (block_cached_before_it_is_filled, PULL, (0, 0, 0)),
+    (preempted_blocks_handed_off, PULL, (90, 36, 47)),
+    (preempted_passes_the_urgent, PULL, (13, 12, 12)),
+    (victims_by_age_alone, PULL, (0, 6, 4)),
+    (part_of_a_load_counted_as_more, STORE, (10, 16, 22)),
+    (part_of_a_load_with_its_step, LAYERWISE, (37, 27, 33)),
 )
-"""Each defect, and a pair of mode and order in which it shows."""
+"""Each defect, a pair of mode and order in which it shows, and the number of the first schedule that finds it, by the
+number of steps planned ahead."""
 
-LATE_DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
-    (over_reserved_slots_published, PULL),
-    (tokens_behind_the_stop, PULL),
-    (blocks_freed_under_a_step, PULL),
+LATE_DEFECTS: Sequence[Planted] = (
+    (over_reserved_slots_published, PULL, (0, 3, 3)),
+    (tokens_behind_the_stop, PULL, (0, 12, 12)),
+    (blocks_freed_under_a_step, PULL, (0, 0, 0)),
 )
 """Those that do no harm while steps follow each other strictly in turn."""
 
-DRAFT_DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
-    (rejected_rows_published, PULL),
-    (rejected_rows_counted, PULL),
-    (rejected_rows_given_to_a_sibling, PULL),
-    (guesses_behind_the_stop, PULL),
-    (rejected_rows_saved, STORE),
+DRAFT_DEFECTS: Sequence[Planted] = (
+    (rejected_rows_published, PULL, (0, 1, 0)),
+    (rejected_rows_counted, PULL, (0, 0, 0)),
+    (rejected_rows_given_to_a_sibling, PULL, (2, 6, 4)),
+    (guesses_behind_the_stop, PULL, (4, 3, 3)),
+    (rejected_rows_saved, STORE, (0, 13, 4)),
 )
 """Those that need a proposer."""

@@ -38,7 +38,7 @@ _SILENT_ENGINES = "slow: idle: 503"
 MAX_MORE_RESIDENT = 50 << 20
 MAX_GAP_FACTOR = 1.2
 _END_BOUND_S = 60.0
-_SUPPORT = Path(__file__).parents[1]
+_HARNESS = Path(__file__).parents[1]
 _SCHEMATHESIS = ("--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing", "--seed", "0",
                  "--request-timeout", "60", "--suppress-health-check", "all", "--warnings", "off")  # fmt: skip
 
@@ -73,7 +73,7 @@ def beside(module: str, deployment: Running, into: dict[str, Any], *arguments: s
     """Run one of the soak's modules in a process of its own during the block; what it prints goes `into` the dict."""
     url = urlsplit(deployment.url)
     command = [sys.executable, "-m", f"soak.{module}", str(url.hostname), str(url.port), *arguments]
-    process = subprocess.Popen(command, cwd=_SUPPORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=_HARNESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ WARM_UP = 100
 """Requests before memory is measured: the allocator's arenas, and what the first request imports."""
 
 MAX_MORE_RESIDENT = 50 << 20
-_SUPPORT = Path(__file__).parents[1]
+_HARNESS = Path(__file__).parents[1]
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -113,7 +113,7 @@ def _watched(deployment: Running, router: int, result: Result) -> Iterator[None]
     """/health and memory, seen from another process."""
     url = urlsplit(deployment.url)
     command = [sys.executable, "-m", "soak.http_health", str(url.hostname), str(url.port), str(router)]
-    process = subprocess.Popen(command, cwd=_SUPPORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=_HARNESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ import psutil
 MAX_MS = 50.0
 _PERIOD_S = 0.005
 _TIMEOUT_S = 60
-_SUPPORT = Path(__file__).parents[1]
+_HARNESS = Path(__file__).parents[1]
 
 Health = Mapping[str, float | int]
 """What `watch` returns."""
@@ -82,7 +82,7 @@ def watch(host: str, port: int, pid: int) -> dict[str, float | int]:
 def _bare_server() -> Iterator[int]:
     """Its port."""
     command = [sys.executable, "-m", "soak.bare_server"]
-    with subprocess.Popen(command, cwd=_SUPPORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=_HARNESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

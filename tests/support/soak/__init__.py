@@ -1,1 +1,0 @@
-"""Chaos under load: `make soak`. Everything that can go wrong does, and no answer may be wrong, no request may hang."""

@@ -1,1 +1,0 @@
-"""Host, stand-in forward pass and defects for the random-schedule tests of the hand-off state machine."""
