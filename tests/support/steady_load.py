@@ -12,6 +12,10 @@ from traffic import Answer, Ask, client_of, send
 PROMPTS = tuple(f"{number} What many prompts begin with, some blocks long." for number in range(8))
 
 
+PAUSE_S = 0.05
+"""Of a client between two requests: it leaves the processor to engines that start meanwhile."""
+
+
 class SteadyLoad:
     """So many clients on a thread of their own, each with one request at a time.
 
@@ -69,13 +73,14 @@ class SteadyLoad:
                         self.answers.append((ask, answer))
                         self._progress.notify_all()
                     turn += 1
+                    await asyncio.sleep(PAUSE_S)
 
             await asyncio.gather(*map(one, range(self._num_clients)))
 
 
 @contextlib.contextmanager
 def steady_load(
-    deployment: Running, *, num_clients: int = 6, max_tokens: int = 24, fresh: bool = False
+    deployment: Running, *, num_clients: int = 3, max_tokens: int = 24, fresh: bool = False
 ) -> Iterator[SteadyLoad]:
     """Load for the block; behind it every answer must be whole, and the same for the same prompt."""
     load = SteadyLoad(deployment, num_clients=num_clients, max_tokens=max_tokens, fresh=fresh)
