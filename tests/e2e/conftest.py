@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from deployments import Launch, launches, write_tokenizer
+from equality import Workload, greedy_workload
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,12 @@ def served_model(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
     shutil.copytree(hf_model("llama"), path)
     write_tokenizer(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    """Forty greedy requests to a Llama, and what transformers answers."""
+    return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

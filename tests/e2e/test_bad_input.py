@@ -14,6 +14,9 @@ from deployments import NO_AUTHORITIES, Launch, Running
 from serving_checks import SOURCES
 from traffic import wait_until_true
 
+from pdkv.cli.main import main
+from pdkv.launch import launcher
+
 MAX_MODEL_LEN = 1024
 VOCABULARY = 384
 CLIENT: dict[str, Any] = {"verify": NO_AUTHORITIES, "timeout": 60}
@@ -188,73 +191,115 @@ def configure(**fields: Any) -> Break:
     return change
 
 
+@pytest.fixture
+def refused(
+    served_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., None]:
+    """Runs a `pd` command that starts nothing: exit code 2, and its only line says what is wrong."""
+
+    def must_not_start(*_: object) -> None:
+        raise AssertionError("it starts")
+
+    monkeypatch.setattr(launcher, "run_supervised", must_not_start)
+
+    def run(command: str, *flags: str, words: list[str]) -> None:
+        own = {"launch": ["--port", "0"], "generate": ["x"]}[command]
+        memory = ["--kv-cache-memory", "8MiB", "--threads", "1"]
+        assert main([command, "--model", str(served_model), *memory, *own, *flags]) == 2
+        (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("pd")]
+        assert line.startswith("pd: error: ")
+        for word in words:
+            assert word in line
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("break_it", "words"),
+    ("command", "break_it", "words"),
     [
-        (shutil.rmtree, ["broken does not exist"]),
-        (remove("config.json"), ["config.json", "no such file"]),
-        (truncate("config.json"), ["config.json", "JSON"]),
-        (write("config.json", "[]"), ["config.json", "object"]),
-        (configure(architectures=["MambaForCausalLM"]), ["'MambaForCausalLM'", "LlamaForCausalLM"]),
-        (configure(hidden_size=None), ["config.json", "'hidden_size' is missing"]),
-        (configure(hidden_size="64"), ["config.json", "'hidden_size'", "'64'"]),
-        (configure(num_key_value_heads=3), ["4 attention heads", "3 key-value heads"]),
-        (configure(rope_scaling={"rope_type": "mrope", "factor": 4.0}), ["'mrope'", "linear"]),
-        (configure(rope_parameters={"rope_type": "mrope", "factor": 4.0}), ["'mrope'", "linear"]),
-        (truncate("model.safetensors"), ["model.safetensors", "cannot be read"]),
-        (configure(intermediate_size=128), ["gate_proj.weight", "(160, 64)", "(128, 64)"]),
-        (remove("tokenizer.json"), ["broken", "tokenizer.json is missing"]),
-        (truncate("tokenizer.json"), ["tokenizer.json", "broken"]),
-        (write("chat_template.jinja", "{% for x in %}"), ["chat template"]),
+        ("launch", shutil.rmtree, ["broken does not exist"]),
+        ("launch", remove("config.json"), ["config.json", "no such file"]),
+        ("launch", truncate("config.json"), ["config.json", "JSON"]),
+        ("launch", write("config.json", "[]"), ["config.json", "object"]),
+        ("launch", configure(architectures=["MambaForCausalLM"]), ["'MambaForCausalLM'", "LlamaForCausalLM"]),
+        ("launch", configure(hidden_size=None), ["config.json", "'hidden_size' is missing"]),
+        ("launch", configure(hidden_size="64"), ["config.json", "'hidden_size'", "'64'"]),
+        ("launch", configure(num_key_value_heads=3), ["4 attention heads", "3 key-value heads"]),
+        ("launch", configure(rope_scaling={"rope_type": "mrope", "factor": 4.0}), ["'mrope'", "linear"]),
+        ("launch", configure(rope_parameters={"rope_type": "mrope", "factor": 4.0}), ["'mrope'", "linear"]),
+        ("generate", truncate("model.safetensors"), ["model.safetensors", "cannot be read"]),
+        ("generate", configure(intermediate_size=128), ["gate_proj.weight", "(160, 64)", "(128, 64)"]),
+        ("generate", remove("tokenizer.json"), ["broken", "tokenizer.json is missing"]),
+        ("generate", truncate("tokenizer.json"), ["tokenizer.json", "broken"]),
     ],
 )
 def test_a_broken_model_is_named(
-    launch: Launch, broken_copy: Callable[[Break], Path], break_it: Break, words: list[str]
+    refused: Callable[..., None],
+    broken_copy: Callable[[Break], Path],
+    command: str,
+    break_it: Break,
+    words: list[str],
 ) -> None:
-    check_start(launch("--model", str(broken_copy(break_it)), wait=False), words)
-
-
-def check_start(deployment: Running, words: list[str]) -> None:
-    """It ends with exit code 2, and its last line says what is wrong."""
-    assert deployment.finish() == 2
-    assert "Traceback" not in deployment.log
-    line = deployment.lines[-1]
-    assert line.startswith(("pd: error: ", "pd launch: error: "))
-    for word in words:
-        assert word in line
+    refused(command, "--model", str(broken_copy(break_it)), words=words)
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("command", "flags", "words"),
     [
-        (["--kv-cache-memory", "1KiB"], ["kv_cache_memory", "1024 bytes"]),
+        ("generate", ["--kv-cache-memory", "1KiB"], ["kv_cache_memory", "1024 bytes"]),
         (
+            "generate",
             ["--kv-cache-memory", "512KiB", "--max-model-len", "1024"],
             ["holds", "1024 (max_model_len)", "--kv-cache-memory", "--max-model-len"],
         ),
-        (["--kv-cache-memory", "1000GiB"], ["1 KV pool of 1000.0 GiB and 1", "--kv-cache-memory", "available"]),
-        (["--device", "cuda:99"], ["cuda:99"]),
-        (["--cpu-bind", "9999"], ["9999"]),
-        (["--decode-dtype", "bfloat16"], ["KV layout", "prefill-0", "decode-0"]),
-        (["--connector", "teleport"], ["'teleport'", "shared_memory"]),
-        (["--connector-config", "speed=9"], ["'speed'", "io_threads"]),
-        (["--decode", "0"], ["decode", "0"]),
-        (["--port", "70000"], ["port", "70000"]),
-        (["--pace", "fast"], ["--pace"]),
+        (
+            "launch",
+            ["--kv-cache-memory", "1000GiB"],
+            ["1 KV pool of 1000.0 GiB and 1", "--kv-cache-memory", "available"],
+        ),
+        ("launch", ["--device", "cuda:99"], ["cuda:99"]),
     ],
 )
-def test_a_bad_flag_is_named(launch: Launch, flags: list[str], words: list[str]) -> None:
-    check_start(launch(*flags, wait=False), words)
+def test_a_bad_flag_is_named(refused: Callable[..., None], command: str, flags: list[str], words: list[str]) -> None:
+    """`tests/cli/test_commands.py` has more of them."""
+    refused(command, *flags, words=words)
 
 
-def test_pools_that_fit_alone_and_not_together_are_refused_before_anything_is_allocated(launch: Launch) -> None:
-    available = psutil.virtual_memory().available
-    deployment = launch("--kv-cache-memory", str(available * 6 // 10), "--connector", "p2p", wait=False)
-    check_start(deployment, ["KV pool", "--kv-cache-memory", "available"])
-    assert "allocating" not in deployment.log
+def test_pools_that_fit_alone_and_not_together_are_refused_before_anything_is_allocated(
+    refused: Callable[..., None],
+) -> None:
+    memory = str(psutil.virtual_memory().available * 6 // 10)
+    refused(
+        "launch", "--kv-cache-memory", memory, "--connector", "p2p", words=["KV pool", "--kv-cache-memory", "available"]
+    )
 
 
-def test_a_port_in_use_is_named(launch: Launch, deployment: Running) -> None:
+def test_a_port_in_use_is_named(refused: Callable[..., None], deployment: Running) -> None:
     port = deployment.url.rpartition(":")[2]
-    check_start(launch("--port", port, wait=False), [f"127.0.0.1:{port}", "in use"])
+    refused("launch", "--port", port, words=[f"127.0.0.1:{port}", "in use"])
     assert deployment.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("break_it", "flags", "words"),
+    [
+        pytest.param(
+            lambda _: None, ["--connector", "memory"], ["'memory' joins engines of one process only"], id="in an engine"
+        ),
+        pytest.param(write("chat_template.jinja", "{% for x in %}"), [], ["chat template"], id="in the router"),
+        pytest.param(
+            lambda _: None, ["--decode-dtype", "bfloat16"], ["KV layout", "prefill-0", "decode-0"], id="between engines"
+        ),
+        pytest.param(lambda _: None, ["--cpu-bind", "9999"], ["9999"], id="of the host"),
+    ],
+)
+def test_what_is_only_seen_when_it_starts_ends_the_launch(
+    launch: Launch, broken_copy: Callable[[Break], Path], break_it: Break, flags: list[str], words: list[str]
+) -> None:
+    deployment = launch("--model", str(broken_copy(break_it)), *flags, wait=False)
+    assert deployment.finish() == 2
+    assert "Traceback" not in deployment.log
+    line = deployment.lines[-1]
+    assert line.startswith("pd: error: ")
+    for word in words:
+        assert word in line

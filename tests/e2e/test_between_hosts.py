@@ -69,7 +69,7 @@ def test_p2p_from_two_ranks(hosts: Hosts, workloads: Sequence[Workload], ranks: 
 
 
 @needs_nixl
-@pytest.mark.parametrize(("mode", "ranks"), [("pull", "2"), ("push", "1")])
+@pytest.mark.parametrize(("mode", "ranks"), [("pull", "2"), pytest.param("push", "1", marks=pytest.mark.slow)])
 def test_nixl(hosts: Hosts, workloads: Sequence[Workload], mode: str, ranks: str) -> None:
     """The same over UCX's TCP."""
     with deployed_between(

@@ -1,12 +1,11 @@
 """An operator looks at what pools and tiers have of a prompt, and moves it: `pd cache` beside a launch."""
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from deployments import Running
-from equality import SMALL_PREFILL_POOL, Workload, check_replies, deployed, greedy_workload
+from equality import SMALL_PREFILL_POOL, Workload, check_replies, deployed
 from oracle import Expected
 from serving_checks import complete_all, read_books, settled_books
 from store_servers import RedisServer
@@ -20,11 +19,6 @@ FLAGS = [
     *LOOKUP,
 ]  # fmt: skip
 HOST, FILES, REDIS = "multi/1-store/0-host", "multi/1-store/1-file", "multi/1-store/1-redis"
-
-
-@pytest.fixture(scope="module")
-def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

@@ -36,9 +36,10 @@ def served_by(deployment: Running, before: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_aiperf_is_served(
-    endpoint: str, streaming: bool, deployment: Running, served_model: Path, tmp_path: Path
+    endpoint: str, streaming: bool, request: pytest.FixtureRequest, served_model: Path, tmp_path: Path
 ) -> None:
     python = python_with("aiperf")
+    deployment: Running = request.getfixturevalue("deployment")
     (tmp_path / "served").symlink_to(served_model)
     before = count_replies(deployment)
     flags = ["--model", "served", "--url", deployment.url, "--endpoint-type", endpoint, "--ui", "none"]
@@ -75,10 +76,11 @@ metric_list: [{metric: acc}]
     ],
 )
 def test_lm_eval_is_served(
-    model: str, path: str, tasks: dict[str, str], deployment: Running, served_model: Path, tmp_path: Path
+    model: str, path: str, tasks: dict[str, str], request: pytest.FixtureRequest, served_model: Path, tmp_path: Path
 ) -> None:
     """Texts that are generated, and prompts whose log probabilities are asked for."""
     python = python_with("lm_eval")
+    deployment: Running = request.getfixturevalue("deployment")
     questions = tmp_path / "questions.json"
     rows = [{"question": f"What is {number} + 1? ", "answer": str(number + 1)} for number in range(NUM_REQUESTS)]
     questions.write_text("\n".join(map(json.dumps, rows)))

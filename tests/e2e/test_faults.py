@@ -40,7 +40,9 @@ def test_every_pair_is_covered() -> None:
         assert {cell.place.moment for cell in cells} == EVERY_MOMENT
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(b, marks=pytest.mark.slow) if b == "nixl pull" else b for b in BACKENDS]
+)
 def site(
     request: pytest.FixtureRequest, served_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:

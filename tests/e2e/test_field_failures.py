@@ -24,6 +24,12 @@ def deployment(module_launch: Launch) -> Running:
     return module_launch("--prefill", "1", "--decode", "1", "--kv-load-timeout-s", "500", "--lease-timeout-s", LONG_S)
 
 
+@pytest.fixture(scope="module")
+def pushing(module_launch: Launch) -> Running:
+    """The same over p2p."""
+    return module_launch("--prefill", "1", "--decode", "1", "--lease-timeout-s", LONG_S, "--connector", "p2p")
+
+
 def leased_blocks(deployment: Running) -> int:
     engines = deployment.get("/topology").json()["engines"]
     return sum(int(engine["blocks"]["leased"]) for engine in engines)
@@ -76,9 +82,9 @@ def test_transfer_parameters_of_a_client_are_refused_and_nobody_is_called(deploy
             listener.accept()
 
 
-def test_pickles_on_every_socket_run_nothing(launch: Launch, tmp_path: Path) -> None:
+def test_pickles_on_every_socket_run_nothing(pushing: Running, tmp_path: Path) -> None:
     """F16: bare, behind lengths of several kinds, and as a body."""
-    deployment = launch("--prefill", "1", "--decode", "1", "--connector", "p2p")
+    deployment = pushing
     assert deployment.complete(PROMPT).status_code == 200  # now the group between the engines listens, too
     mark = tmp_path / "it-ran"
     bomb = f"cos\nmkdir\n(S'{mark}'\ntR.".encode()  # of pickle's protocol 0: os.mkdir(mark)
@@ -104,22 +110,23 @@ def processes(deployment: Running) -> list[psutil.Process]:
     return [launcher, *launcher.children(recursive=True)]
 
 
-@pytest.mark.parametrize(
-    "connector",
-    [
-        ("shared_memory",),
-        ("p2p",),
-        pytest.param(("nixl", "mode=push"), marks=pytest.mark.slow),
-        pytest.param(("nixl", "mode=pull"), marks=pytest.mark.slow),
-    ],
-    ids="-".join,
-)
-def test_the_last_request_frees_its_blocks_without_another_one(launch: Launch, connector: tuple[str, ...]) -> None:
-    """F19: nothing comes after it, and leases last long."""
-    name, *options = connector
-    flags = ["--connector", name, *(x for option in options for x in ("--connector-config", option))]
-    deployment = launch("--prefill", "1", "--decode", "1", "--lease-timeout-s", LONG_S, *flags)
+def check_the_last_request_frees_its_blocks(deployment: Running) -> None:
     with ThreadPoolExecutor(4) as pool:
         replies = list(pool.map(lambda number: deployment.complete(PROMPT * 4 + str(number)), range(4)))
     assert [reply.status_code for reply in replies] == [200] * 4
     wait_for_rest(deployment)
+
+
+@pytest.mark.parametrize("name", ["deployment", "pushing"])
+def test_the_last_request_frees_its_blocks_without_another_one(name: str, request: pytest.FixtureRequest) -> None:
+    """F19: nothing comes after it, and leases last long."""
+    check_the_last_request_frees_its_blocks(request.getfixturevalue(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_the_last_request_over_nixl_frees_its_blocks_without_another_one(launch: Launch, mode: str) -> None:
+    flags = ["--connector", "nixl", "--connector-config", f"mode={mode}"]
+    check_the_last_request_frees_its_blocks(
+        launch("--prefill", "1", "--decode", "1", "--lease-timeout-s", LONG_S, *flags)
+    )

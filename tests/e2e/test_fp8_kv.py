@@ -46,7 +46,7 @@ def test_fp8_changes_few_tokens(workload: Workload, hf_model: Callable[..., Path
     assert same >= len(workload.expected) - 1
 
 
-@pytest.mark.parametrize("connector", ["shared_memory", "store"])
+@pytest.mark.parametrize("connector", [pytest.param("shared_memory", marks=pytest.mark.slow), "store"])
 def test_tokens_of_two_engines_are_those_of_one(workload: Workload, connector: str, tmp_path: Path) -> None:
     """Twice: the second time prompts are found. Blocks of other sizes, so that units are cut out of them."""
     store = ["--connector-config", f"url=file://{tmp_path}/kv"] if connector == "store" else []

@@ -10,7 +10,9 @@ from faults.tokens import cut_by_token
 from traffic import wait_for_rest
 
 
-@pytest.mark.parametrize("connector", [("shared_memory",), ("nixl", "mode=push")], ids="-".join)
+@pytest.mark.parametrize(
+    "connector", [("shared_memory",), pytest.param(("nixl", "mode=push"), marks=pytest.mark.slow)], ids="-".join
+)
 def test_no_reply_shows_that_all_decode_engines_were_killed(launch: Launch, connector: tuple[str, ...]) -> None:
     """Once when the first tokens are out, once some tokens later: with nobody left, all wait for one to come back."""
     name, *options = connector

@@ -1,29 +1,21 @@
 """Engines over `multi`: shared memory hands prompts over, a store keeps them beyond their engines' lives."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from equality import (
     CHUNKED,
+    TOPOLOGIES,
     Workload,
     check_decode_computed_nothing,
     check_undisturbed,
     deployed,
-    greedy_workload,
     run_all,
+    run_twice,
 )
+from kills import kill_engines
 
-TOPOLOGIES = {
-    "1P1D": ("--prefill", "1", "--decode", "1"),
-    "2P2D": ("--prefill", "2", "--decode", "2"),
-    "TP1-TP2": ("--prefill", "1", "--decode", "1", "--decode-tp", "2"),
-}
-
-
-@pytest.fixture(scope="module")
-def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
+SHAPES = {**TOPOLOGIES, "TP1-TP2": (*TOPOLOGIES["1P1D"], "--decode-tp", "2")}
 
 
 def multi(*names: str, **options: str) -> list[str]:
@@ -35,28 +27,22 @@ def multi(*names: str, **options: str) -> list[str]:
     return ["--connector", "multi", "--connector-config", *pairs]
 
 
-@pytest.mark.parametrize("topology", [pytest.param("1P1D", marks=pytest.mark.slow), "2P2D", "TP1-TP2"])
+@pytest.mark.parametrize("topology", [*(pytest.param(t, marks=pytest.mark.slow) for t in ("1P1D", "2P2D")), "TP1-TP2"])
 def test_tokens_over_shared_memory_and_a_store(workload: Workload, tmp_path: Path, topology: str) -> None:
     """Two passes, then other engines: what they find is the store's, and it is right."""
     flags = multi("shared_memory", "shared_storage", shared_storage__path=f"{tmp_path}/kv")
-    found = 0
-    for _ in range(2):
-        with deployed(workload, *TOPOLOGIES[topology], *CHUNKED, *flags) as deployment:
-            passes = [run_all(deployment, workload) for _ in range(2)]
-        for books in passes:
-            check_decode_computed_nothing(books)
-            check_undisturbed(books)
-        before, found = found, passes[0].sources("prefill")["store"]
-    assert found > before
+    with deployed(workload, *SHAPES[topology], *CHUNKED, *flags) as deployment:
+        first, _ = run_twice(deployment, workload)
+        kill_engines(deployment)
+        later = run_all(deployment, workload)
+    check_decode_computed_nothing(later)
+    check_undisturbed(later)
+    assert later.sources("prefill")["store"] > first.sources("prefill")["store"]
 
 
-@pytest.mark.parametrize("other", ["shared_storage", "shared_memory"])
+@pytest.mark.parametrize("other", ["shared_memory", pytest.param("shared_storage", marks=pytest.mark.slow)])
 def test_tokens_over_a_push_and_what_finds_content(workload: Workload, tmp_path: Path, other: str) -> None:
     """Hand-offs go by the push; what was computed before is found by the other one."""
     own = {"shared_storage__path": f"{tmp_path}/kv"} if other == "shared_storage" else {}
-    flags = ["--prefill", "2", "--decode", "2", *CHUNKED, *multi("p2p", other, **own)]
-    with deployed(workload, *flags) as deployment:
-        for _ in range(2):
-            books = run_all(deployment, workload)
-            check_decode_computed_nothing(books)
-            check_undisturbed(books)
+    with deployed(workload, *TOPOLOGIES["2P2D"], *CHUNKED, *multi("p2p", other, **own)) as deployment:
+        run_twice(deployment, workload)

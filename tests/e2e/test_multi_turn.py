@@ -36,7 +36,7 @@ CONNECTORS = {
     "nixl push, own stores": ("--connector", "nixl", *OWN_STORE, "--connector-config", "mode=push"),
     "nixl, host memory": ("--connector", "nixl", "--kv-host-memory", "64MiB", "--connector-config", *SMALL_TIER_VALUES),
 }
-SLOW = ("nixl push", "nixl push, own stores", "p2p", "store")
+SLOW = ("p2p concurrent", "nixl", "nixl, host memory", "nixl push", "nixl push, own stores", "p2p", "store")
 
 
 class Turn(NamedTuple):

@@ -1,6 +1,7 @@
 """docs/operations.md is true: each of its commands, and a stop, under load without a loss."""
 
 import asyncio
+import contextlib
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -70,25 +72,39 @@ def test_the_commands_of_the_page_in_turn_lose_nothing(launch: Launch) -> None:
     assert "draining decode-0 would leave no engine" in pd(deployment, "drain", "decode-0", status=2)
 
 
-def test_a_router_that_is_started_again_knows_the_engines_of_now(launch: Launch) -> None:
+@pytest.fixture(scope="module")
+def few_open_files() -> Iterator[None]:
+    """The soft limit on open files is below the hard one."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[1] - 1), limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.fixture(scope="module")
+def fleet(module_launch: Launch, few_open_files: None) -> Running:
+    """Two prefill engines and one decode engine, to which another one comes."""
+    return module_launch("--prefill", "2", "--decode", "1", "--drain-s", "60")
+
+
+def test_a_router_that_is_started_again_knows_the_engines_of_now(fleet: Running) -> None:
     """And what was said about them. Then all are restarted at once: what runs is moved and stays whole."""
-    deployment = launch("--prefill", "2", "--decode", "1")
-    pd(deployment, "scale", "--decode", "2")
-    pd(deployment, "drain", "prefill-1")
-    pd(deployment, "role", "decode-0", "any")
-    os.kill(deployment.child_pid("pd router"), signal.SIGKILL)
-    deployment.wait_for_line("launcher: router is ready again")
-    wait_until_true(lambda: {e["state"] for e in topology(deployment)} == {"ready"}, "all engines known")
-    assert {e["name"]: (e["role"], e["drained"]) for e in topology(deployment)} == {
+    pd(fleet, "scale", "--decode", "2")
+    pd(fleet, "drain", "prefill-1")
+    pd(fleet, "role", "decode-0", "any")
+    os.kill(fleet.child_pid("pd router"), signal.SIGKILL)
+    fleet.wait_for_line("launcher: router is ready again")
+    wait_until_true(lambda: {e["state"] for e in topology(fleet)} == {"ready"}, "all engines known")
+    assert {e["name"]: (e["role"], e["drained"]) for e in topology(fleet)} == {
         "prefill-0": ("prefill", False), "prefill-1": ("prefill", True),
         "decode-0": ("any", False), "decode-1": ("decode", False),
     }  # fmt: skip
-    before = deployment.pids()
-    with steady_load(deployment, max_tokens=200):
-        pd(deployment, "resume", "prefill-1")
-        assert pd(deployment, "restart", "--rolling", "--drain-s", "0") == "4 engines were restarted\n"
-    assert "go on elsewhere" in deployment.log
-    after = deployment.pids()
+    before = fleet.pids()
+    with steady_load(fleet, max_tokens=200):
+        pd(fleet, "resume", "prefill-1")
+        assert pd(fleet, "restart", "--rolling", "--drain-s", "0") == "4 engines were restarted\n"
+    assert "go on elsewhere" in fleet.log
+    after = fleet.pids()
     assert before.keys() == after.keys()
     assert set(before.values()).isdisjoint(after.values())
 
@@ -98,34 +114,31 @@ def topology(deployment: Running) -> list[dict[str, object]]:
     return engines
 
 
-@pytest.fixture
-def few_open_files() -> Iterator[None]:
-    """The soft limit on open files is below the hard one."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[1] - 1), limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+def num_decoding(engines: list[dict[str, Any]]) -> int:
+    """Requests that decode engines have."""
+    return sum(engine["requests"] for engine in engines if engine["role"] in ("decode", "any"))
 
 
-@pytest.mark.usefixtures("few_open_files")
-def test_a_stop_under_load_answers_what_has_begun(launch: Launch) -> None:
+def test_a_stop_under_load_answers_what_has_begun(fleet: Running) -> None:
     """Every process of the launch may have as many open files as the host allows."""
-    deployment = launch("--prefill", "1", "--decode", "1", "--drain-s", "60")
-    for process in deployment.survivors():
+    for process in fleet.survivors():
         soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
         assert soft == hard, process.name()
+    decodes = [pid for name, pid in fleet.pids().items() if name.startswith("decode")]
     asks = [Ask(PROMPTS[number % 4], 600, stream=number % 2 == 0) for number in range(12)]
 
     async def stop_under_load() -> tuple[list[Answer], Answer]:
-        async with client_of(deployment) as client:
+        async with client_of(fleet) as client:
             answers = [asyncio.create_task(send(client, ask)) for ask in asks]
             async with asyncio.timeout(60):
-                while (await client.get("/topology")).json()["engines"][1]["requests"] < len(asks):
+                while num_decoding((await client.get("/topology")).json()["engines"]) < len(asks):
                     await asyncio.sleep(0)
-            with stopped(deployment.pids()["decode-0"]):  # none of them ends meanwhile
-                deployment.process.send_signal(signal.SIGTERM)
+            with contextlib.ExitStack() as stack:  # none of them ends meanwhile
+                for pid in decodes:
+                    stack.enter_context(stopped(pid))
+                fleet.process.send_signal(signal.SIGTERM)
                 line = await asyncio.to_thread(
-                    deployment.wait_for_line, r"router: stopping: (\d+) requests still run, at most 60 s"
+                    fleet.wait_for_line, r"router: stopping: (\d+) requests still run, at most 60 s"
                 )
                 assert int(line[1]) == len(asks)
                 assert (await client.get("/health")).json()["error"]["code"] == "draining"
@@ -137,6 +150,6 @@ def test_a_stop_under_load_answers_what_has_begun(launch: Launch) -> None:
     assert late.status == 503
     assert late.error is not None
     assert late.error["code"] == "draining"
-    assert deployment.finish() == 0
-    said = [line.partition(": ")[2] for line in deployment.lines]
+    assert fleet.finish() == 0
+    said = [line.partition(": ")[2] for line in fleet.lines]
     assert said.index("stopping") < said.index("stopped")

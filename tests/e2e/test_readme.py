@@ -25,9 +25,9 @@ COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^(?:pd|make|pip)
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of who has run the README's `pip install`s: not this checkout, though it is run in its root."""
-    target = tmp_path_factory.mktemp("site")
+    target, trees = tmp_path_factory.mktemp("site"), []
     for project in (".", "examples/custom_connector"):
-        tree = tmp_path_factory.mktemp("tree")  # a build leaves folders behind
+        trees.append(tree := tmp_path_factory.mktemp("tree"))  # a build leaves folders behind
         files = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT / project, capture_output=True, text=True, check=True,
@@ -36,11 +36,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             if (ROOT / project / file).is_file() and not file.startswith(("tests/", "benchmarks/", "docs/")):
                 (tree / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / project / file, tree / file)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-        subprocess.run(
-            [*command, "--target", str(target), str(tree)], check=True, timeout=300,
-            env={**os.environ, "CC": "false"},  # without compiled kernels: that is faster, and they are optional
-        )  # fmt: skip
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run(
+        [*command, "--target", str(target), *map(str, trees)], check=True, timeout=300,
+        env={**os.environ, "CC": "false"},  # without compiled kernels: that is faster, and they are optional
+    )  # fmt: skip
     path = f"{target / 'bin'}:{os.environ['PATH']}"
     return {**os.environ, "PYTHONPATH": str(target), "PATH": path, "TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
 
@@ -74,9 +74,12 @@ def test_the_client_example_prints_what_it_says(installed: dict[str, str]) -> No
     assert output.strip() == promised(example)
 
 
-@pytest.mark.parametrize("example", [source for source in PYTHON if "LLM" in source], ids=["LLM", "AsyncLLM"])
-def test_an_offline_example_prints_what_it_says(example: str, installed: dict[str, str]) -> None:
-    assert run_python(example, installed).strip() == promised(example)
+def test_the_offline_examples_print_what_they_say(installed: dict[str, str]) -> None:
+    """One after the other."""
+    examples = [source for source in PYTHON if "LLM" in source]
+    assert len(examples) == 2
+    output = run_python("\n".join(f"exec({source!r}, {{}})" for source in examples), installed)
+    assert output.splitlines() == [line for source in examples for line in promised(source).splitlines()]
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pd ")])

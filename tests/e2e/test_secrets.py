@@ -19,7 +19,10 @@ def shown(deployment: Running) -> str:
     return "\n".join([*lines, *pages, deployment.log])
 
 
-@pytest.mark.parametrize(("method", "given_by"), [("spawn", "environment"), ("fork", "file")])
+@pytest.mark.parametrize(
+    ("method", "given_by"),
+    [("spawn", "environment"), pytest.param("fork", "file", marks=pytest.mark.slow)],
+)
 def test_a_password_is_seen_nowhere(launch: Launch, tmp_path: Path, method: str, given_by: str) -> None:
     """Attack 17: spawned engines had it in their argv, and so had `pd` itself, for want of another way."""
     with RedisServer("--requirepass", PASSWORD) as server:

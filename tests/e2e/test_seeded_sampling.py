@@ -8,21 +8,24 @@ import pytest
 from deployments import Running
 from equality import (
     AGGREGATED,
+    CHUNKED,
     NUM_OUTPUT,
     PREEMPTING,
     SMALL_DECODE_POOL,
     TOPOLOGIES,
     Workload,
+    check_decode_computed_nothing,
     check_undisturbed,
     deployed,
     run_all,
     run_until_preempted,
     until_preempted,
 )
-from oracle import oracle
+from oracle import greedy, oracle
 from prompt_set import forty_prompts
 from reference_sampler import SeededChooser, philox4x32_10
-from serving_checks import complete_all, serve_directory
+from serving_checks import Books, complete_all, serve_directory
+from small_models import FEATURES
 
 CHOOSERS = (
     SeededChooser(seed=1),
@@ -44,21 +47,22 @@ CHOOSERS = (
 
 @pytest.fixture(scope="module")
 def model_dir(hf_model: Callable[..., Path]) -> Path:
-    return hf_model("qwen3", initializer_range=0.2)
+    return hf_model("qwen3", initializer_range=0.2, **FEATURES["qwen3"])
 
 
 @pytest.fixture(scope="module")
 def workload(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Workload:
     path = serve_directory(model_dir, tmp_path_factory.mktemp("seeded"))
-    return Workload(path, forty_prompts(model_dir, NUM_OUTPUT, CHOOSERS), [chooser.body() for chooser in CHOOSERS])
+    bodies = [*(chooser.body() for chooser in CHOOSERS), {"temperature": 0}]
+    return Workload(path, forty_prompts(model_dir, NUM_OUTPUT, (*CHOOSERS, greedy)), bodies)
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(AGGREGATED, id="aggregated"),
+        pytest.param(AGGREGATED, id="aggregated", marks=pytest.mark.slow),
         pytest.param(TOPOLOGIES["1P1D"], id="1P1D", marks=pytest.mark.slow),
-        pytest.param(TOPOLOGIES["2P4D"], id="2P4D"),
+        pytest.param((*TOPOLOGIES["2P4D"], *CHUNKED), id="2P4D-chunked"),
     ],
 )
 def deployment(request: pytest.FixtureRequest, workload: Workload) -> Iterator[Running]:
@@ -75,21 +79,37 @@ def test_the_references_philox_gives_the_published_answers() -> None:
 
 
 def test_seeded_tokens(deployment: Running, workload: Workload) -> None:
-    for _ in range(2):
-        check_undisturbed(run_all(deployment, workload))
+    first, replay = (run_all(deployment, workload) for _ in range(2))
+    for books in (first, replay):
+        check_undisturbed(books)
+        if "decode" in books.roles:
+            check_decode_computed_nothing(books)
+    # Each prompt's full blocks are in some cache now.
+    assert computed(replay) < computed(first) / 2
 
 
-@pytest.mark.parametrize("flags", [AGGREGATED, TOPOLOGIES["1P1D"]], ids=["aggregated", "1P1D"])
-def test_seeded_tokens_under_preemption(workload: Workload, flags: tuple[str, ...]) -> None:
+def computed(books: Books) -> int:
+    """Prompt tokens that no cache had."""
+    return sum(books.sources(role)["computed"] for role in books.roles)
+
+
+@pytest.mark.parametrize("flags", [AGGREGATED, TOPOLOGIES["2P1D"]], ids=["aggregated", "2P1D"])
+def test_seeded_tokens_under_preemption(workload: Workload, model_dir: Path, flags: tuple[str, ...]) -> None:
     aggregated = flags == AGGREGATED
     with deployed(workload, *flags, *(SMALL_DECODE_POOL if aggregated else PREEMPTING)) as deployment:
         if aggregated:
             until_preempted(lambda: run_all(deployment, workload), "any")
+            check_choices(deployment, workload, model_dir)
         else:
             run_until_preempted(deployment, workload)
 
 
 def test_each_choice_draws_by_its_own_number(deployment: Running, workload: Workload, model_dir: Path) -> None:
+    check_choices(deployment, workload, model_dir)
+
+
+def check_choices(deployment: Running, workload: Workload, model_dir: Path) -> None:
+    """Four choices of one prompt, each of which must be clear."""
     chooser = CHOOSERS[1]
     model = oracle(model_dir)
     prompt = next(

@@ -2,12 +2,9 @@
 hangs costs neither requests nor, for long, their rate.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from deployments import Running
-from equality import Workload, deployed, greedy_workload
+from equality import Workload, deployed
 from nixl_rig import needs_nixl
 from serving_checks import REQUEST_BOUND_S, complete_all
 from store_servers import RedisServer
@@ -16,11 +13,6 @@ from traffic import wait_until_true
 NUM_TOKENS = 512
 NUM_VALUES = NUM_TOKENS // 64
 PAIR = ("--prefill", "1", "--decode", "1")
-
-
-@pytest.fixture(scope="module")
-def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
 
 
 def stored(server: RedisServer) -> int:
@@ -38,41 +30,47 @@ def complete(deployment: Running, number: int, max_tokens: int) -> None:
     assert len(reply["choices"][0]["token_ids"]) == max_tokens
 
 
+BOUND = ("--connector-config", "store.max_save_bytes=1")
+"""Of one value."""
+
+
+def check_every_value_is_stored(server: RedisServer, deployment: Running) -> None:
+    """Of prompts with answers of several lengths."""
+    for number, length in enumerate((1, 2, 40), 1):
+        complete(deployment, number, length)
+        wait_until_true(lambda: stored(server) >= number * NUM_VALUES, f"an answer of {length} tokens")  # noqa: B023
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--prefill", "0", "--decode", "1"),
-        (*PAIR, "--connector", "shared_memory"),
-        (*PAIR, "--connector", "p2p"),
-        pytest.param((*PAIR, "--connector", "nixl"), marks=needs_nixl),
-        pytest.param((*PAIR, "--connector", "nixl", "--connector-config", "mode=push"), marks=needs_nixl),
+        pytest.param(("--prefill", "0", "--decode", "1"), id="aggregated", marks=pytest.mark.slow),
+        pytest.param((*PAIR, "--connector", "p2p"), id="p2p"),
+        pytest.param((*PAIR, "--connector", "nixl"), id="nixl", marks=[needs_nixl, pytest.mark.slow]),
+        pytest.param(
+            (*PAIR, "--connector", "nixl", "--connector-config", "mode=push"),
+            id="nixl-push", marks=[needs_nixl, pytest.mark.slow],
+        ),
     ],
-    ids=["aggregated", "shared_memory", "p2p", "nixl", "nixl-push"],
-)
+)  # fmt: skip
 def test_every_value_is_stored_whatever_the_length_of_the_answer(workload: Workload, flags: tuple[str, ...]) -> None:
-    """F56: a bound of one value."""
-    bound = ("--connector-config", "store.max_save_bytes=1")
-    with (
-        RedisServer() as server,
-        deployed(workload, *flags, "--kv-store", server.url, *bound) as deployment,
-    ):
-        for number, length in enumerate((1, 2, 40), 1):
-            complete(deployment, number, length)
-            wait_until_true(lambda: stored(server) >= number * NUM_VALUES, f"an answer of {length} tokens")  # noqa: B023
+    """F56."""
+    with RedisServer() as server, deployed(workload, *flags, "--kv-store", server.url, *BOUND) as deployment:
+        check_every_value_is_stored(server, deployment)
 
 
 @pytest.mark.parametrize("connector", ["store", "shared_memory"])
 def test_a_server_that_hangs_costs_nothing_for_long(workload: Workload, connector: str) -> None:
-    """F55: a request that waited for it as long as a call may take would not be answered in time."""
+    """F55, F56: a request that waited for it as long as a call may take would not be answered in time."""
     with RedisServer() as server:
         deadline = f"operation_timeout_s={REQUEST_BOUND_S + 60}"
         tiers = ("--connector-config", f"url={server.url}", deadline) if connector == "store" else (
-            "--kv-host-memory", "64MiB", "--kv-store", f"{server.url}?{deadline}"
+            "--kv-host-memory", "64MiB", "--kv-store", f"{server.url}?{deadline}", *BOUND
         )  # fmt: skip
         with deployed(workload, *PAIR, "--connector", connector, *tiers) as deployment:
-            complete(deployment, 0, 2)
+            check_every_value_is_stored(server, deployment)
             with server.stopped():
-                for number in range(1, 12):
+                for number in range(4, 16):
                     complete(deployment, number, 2)
             check_pools(deployment)
 

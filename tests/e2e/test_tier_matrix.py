@@ -1,7 +1,5 @@
 """Tiers beside every hand-off: pools and tiers that are too small, engines and servers killed; the tokens stay."""
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,13 +14,12 @@ from equality import (
     greedy_workload,
     run_all,
 )
+from kills import kill_engines
 from nixl_rig import needs_nixl
 from prometheus_client.parser import text_string_to_metric_families
-from serving_checks import Books, settled_books
+from serving_checks import Books
 from small_models import FEATURES
-from store_servers import StoreServer
 from tier_rows import TIERS, TierRow, Tiers, all_pairs, pairs_of, tier_rows
-from traffic import wait_for_engines
 
 DECODE_BLOCKS = 120
 """A decode engine evicts, too, but seldom preempts."""
@@ -49,17 +46,6 @@ def count_by_tier(deployment: Running, tiers: Tiers, name: str) -> dict[str, int
     return counts
 
 
-def kill_all(deployment: Running, server: StoreServer | None) -> None:
-    """kill -9 of every engine and of the server; returns when others are there and nothing is counted."""
-    killed = [*deployment.pids().values()]
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
-    if server is not None:
-        server.restart()
-    wait_for_engines(deployment, killed)
-    settled_books(deployment, lambda now: now.total("prefill") == now.total("decode") == 0)
-
-
 def check_pass(deployment: Running, workload: Workload) -> Books:
     """The right tokens, each prompt counted once by source on either side, and nothing that was read was damaged."""
     books = run_all(deployment, workload)
@@ -82,7 +68,9 @@ def check_row(row: TierRow, workload: Workload, directory: Path) -> None:
         again = check_pass(deployment, workload)
         hits = count_by_tier(deployment, tiers, "pdkv_connector_tier_hits_total")
         evicted = count_by_tier(deployment, tiers, "pdkv_tier_evictions_total")
-        kill_all(deployment, None if row.handoff == "store" else tiers.server)
+        if tiers.server is not None and row.handoff != "store":
+            tiers.server.restart()
+        kill_engines(deployment)
         behind_deaths = check_pass(deployment, workload)
         later_hits = count_by_tier(deployment, tiers, "pdkv_connector_tier_hits_total")
     for books in (again, behind_deaths):

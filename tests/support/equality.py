@@ -31,6 +31,7 @@ PREEMPTING = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL, *CHUNKED, "--max-leased-f
 
 TOPOLOGIES = {
     "1P1D": ("--prefill", "1", "--decode", "1"),
+    "2P2D": ("--prefill", "2", "--decode", "2"),
     "2P4D": ("--prefill", "2", "--decode", "4"),
     "2P1D": ("--prefill", "2", "--decode", "1"),  # what both prefills have done meets in one pool
 }
@@ -139,6 +140,23 @@ def check_undisturbed(books: Books) -> None:
         assert books.of("preemptions", role) == 0, books
         assert books.sources(role)["recomputed"] == 0, books
         assert books.of("kv_load_failures", role) <= (books.num_late_loans if role != "decode" else 0), books
+
+
+def run_twice(deployment: Running, workload: Workload) -> list[Books]:
+    """Two undisturbed passes, in which decode computes nothing: corruption would hit the second one's reads."""
+    passes = [run_all(deployment, workload) for _ in range(2)]
+    for books in passes:
+        check_decode_computed_nothing(books)
+        check_undisturbed(books)
+    return passes
+
+
+def run_twice_preempted(deployment: Running, workload: Workload) -> None:
+    """Two passes, in each of which decode has to preempt: it computes no prompt token all the same."""
+    for _ in range(2):
+        books = run_all(deployment, workload)
+        check_decode_computed_nothing(books)
+        assert books.of("preemptions", "decode") > 0, books
 
 
 def run_until_preempted(deployment: Running, workload: Workload) -> None:

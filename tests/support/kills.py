@@ -6,20 +6,30 @@ import signal
 from typing import Any
 
 from deployments import Running
-from traffic import Answer, Ask, client_of, send, send_all, wait_for_rest, wait_until_true
+from serving_checks import settled_books
+from traffic import Answer, Ask, client_of, send, send_all, wait_for_engines, wait_for_rest, wait_until_true
 
-NUM_STREAMS = 24
+NUM_STREAMS = 12
 PROMPTS = [f"Question {number}: " + "and so on, " * (number % 5 * 8) for number in range(NUM_STREAMS)]
 FEW_TOKENS: dict[str, Any] = {"allowed_token_ids": [67, 68, 69, 70]}
 """What a stream may consist of. Without the compiled attention, who goes on with one computes in tiles what was
 computed token by token, and logits differ in their last bits: of four tokens, next to no draw is another one.
 """
-STREAMS = [Ask(prompt, 400, stream=True, fields=FEW_TOKENS) for prompt in PROMPTS]
+STREAMS = [Ask(prompt, 250, stream=True, fields=FEW_TOKENS) for prompt in PROMPTS]
 LATER = [Ask(prompt, 20, stream=bool(number % 2), fields=FEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
 """What is asked while the victim is gone and afterwards: the beginnings of the same texts."""
 
 KILLS_BOUND_S = 180.0
 """A client that a busy machine holds up sees streams begin that have ended: such a kill is repeated for so long."""
+
+
+def kill_engines(deployment: Running) -> None:
+    """kill -9 of all of them at once; returns when others are there and nothing is counted."""
+    killed = [*deployment.pids().values()]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    wait_for_engines(deployment, killed)
+    settled_books(deployment, lambda now: not any(map(now.total, now.roles)))
 
 
 async def send_now(deployment: Running, asks: list[Ask]) -> list[Answer]:
@@ -32,7 +42,7 @@ def right_answers(deployment: Running) -> list[list[int]]:
     """The right answers to STREAMS."""
     answers = asyncio.run(send_now(deployment, STREAMS))
     token_ids = [answer.token_ids or [] for answer in answers]
-    assert {len(ids) for ids in token_ids} == {400}
+    assert {len(ids) for ids in token_ids} == {250}
     return token_ids
 
 
@@ -108,6 +118,7 @@ def _kill(deployment: Running, expected: list[list[int]], victim: str) -> int:
     streams, meanwhile = asyncio.run(kill_under_load(deployment, before[victim], when_begun=when_begun, later=LATER))
     check(streams, expected)
     check(meanwhile, [ids[:20] for ids in expected])
+    assert f"launcher: {victim} (pid {before[victim]}) killed by SIGKILL" in deployment.log
     pid = int(deployment.wait_for_line(rf"router: {victim} is ready \(pid (?!{before[victim]}\b)(\d+)")[1])
     assert deployment.pids() == {**before, victim: pid}
     return num_migrations(deployment) - num_before

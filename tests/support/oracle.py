@@ -68,6 +68,35 @@ class Oracle:
         return tokens[len(prompt) :]
 
     @torch.inference_mode()
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], num_output: int, choosers: Sequence[Chooser]
+    ) -> list[list[int] | None]:
+        """`generate` for one prompt of each chooser, all of them in one batch."""
+        rows, longest = [list(prompt) for prompt in prompts], max(map(len, prompts))
+        fresh = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        positions, state = (mask.cumsum(-1) - 1).clamp(min=0), None
+        are_clear = [True] * len(rows)
+        for _ in range(num_output):
+            out = self.model(
+                fresh,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=state,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            state = out.past_key_values
+            for i, (row, choose) in enumerate(zip(rows, choosers, strict=True)):
+                token_id, is_clear = choose(out.logits[i, -1], row, len(prompts[i]))
+                are_clear[i] &= is_clear
+                row.append(token_id)
+            fresh = torch.tensor([row[-1:] for row in rows])
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            positions = positions[:, -1:] + 1
+        return [row[-num_output:] if clear else None for row, clear in zip(rows, are_clear, strict=True)]
+
+    @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
         """(len(tokens), vocab) natural-log probabilities of the token behind each position."""
         result: torch.Tensor = self.model(torch.tensor([list(tokens)])).logits[0].double().log_softmax(-1)

@@ -222,12 +222,9 @@ def _rests(engine: dict[str, Any]) -> bool:
 
 def connections(deployment: Running) -> list[int]:
     """Ports of the clients to which the router has a connection that it has not closed."""
-    router = deployment.child_pid("pd router")
-    return [
-        connection.raddr.port
-        for connection in psutil.net_connections("tcp")
-        if connection.pid == router and connection.status != psutil.CONN_LISTEN
-    ]
+    router = psutil.Process(deployment.child_pid("pd router"))
+    found = router.net_connections("tcp")
+    return [connection.raddr.port for connection in found if connection.status != psutil.CONN_LISTEN]
 
 
 class Holdings(NamedTuple):

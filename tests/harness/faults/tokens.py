@@ -36,7 +36,8 @@ def cut_by_token(
         flags[at] = "dying:Dying"
         running = launch(*flags, environment={"PYTHONPATH": str(CONNECTOR)})
         try:
-            expected = _undisturbed(running, {**CASES, "everything": EVERYTHING}, "undisturbed")
+            alone = {**beside, "sampled": CASES["sampled"], "everything": EVERYTHING}
+            expected = _undisturbed(running, alone, "undisturbed")
             text = expected["sampled"].texts[0]
             assert len(text) == NUM_OUTPUT
             for moment, num_tokens in MOMENTS.items():
