@@ -9,6 +9,7 @@ import torch
 
 from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
+from pdkv.engine.attention.backend import AttentionBackend
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.dtype import resolve_dtype, resolve_kv_dtype
 from pdkv.engine.graphs import decode_sizes, make_recorder
@@ -30,6 +31,7 @@ from pdkv.engine.threads import StepThreads
 from pdkv.errors import ConfigError
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.models.config import ModelConfig, resolve_max_model_len
+from pdkv.models.decoder import Decoder
 from pdkv.models.kv_scales import read_kv_scales
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -214,22 +216,29 @@ class InProcessExecutor(ModelExecutor):
         size_bytes = pool_bytes(config, self.device)
         if size_bytes is not None:
             self._size_pool(size_bytes)  # before the weights, which may take minutes
-        self._model = load_decoder(
-            config.model,
-            model_config,
-            dtype=getattr(torch, dtype),
-            device=self.device,
-            max_model_len=self.max_model_len,
-            parallel=parallel,
-            weights=weights,
-            linears=config.cpu_linears,
-        )
+        self._model = self._load_model(model_config, dtype, weights)
         on_cpu = self.device.type == "cpu"
         self._decode_sizes = () if on_cpu else decode_sizes(config.max_num_seqs)
         self._recorder = make_recorder(self.device, enforce_eager=config.enforce_eager, num_ranks=shard.size)
         if size_bytes is None:
             self._size_pool(self._profile())
         self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size) if on_cpu else None
+
+    def _load_model(self, model: ModelConfig, dtype: str, weights: WeightFiles | None) -> Decoder:
+        return load_decoder(
+            self._config.model,
+            model,
+            dtype=getattr(torch, dtype),
+            device=self.device,
+            max_model_len=self.max_model_len,
+            parallel=self._parallel,
+            weights=weights,
+            linears=self._config.cpu_linears,
+        )
+
+    def _make_attention(self, kv_pool: torch.Tensor) -> AttentionBackend | None:
+        """None: the pool's usual one."""
+        return None
 
     def _profile(self) -> int:
         """Bytes that a GPU has for KV."""
@@ -271,6 +280,7 @@ class InProcessExecutor(ModelExecutor):
             proposer=self._proposer,
             processors=self._processors,
             masks=self._masks,
+            attention=self._make_attention(kv_pool),
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             recorder=self._recorder,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import StepsDone, make_step_done
-from pdkv.engine.attention.backend import Layer, pad
+from pdkv.engine.attention.backend import AttentionBackend, Layer, pad
 from pdkv.engine.attention.select import AttentionName, make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows, Proposer
@@ -70,6 +70,7 @@ class ModelRunner:
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
         masks: Masks | None = None,
+        attention: AttentionBackend | None = None,
         attention_backend: AttentionName = "auto",
         decode_sizes: Sequence[int] = (),
         recorder: Recorder | None = None,
@@ -82,7 +83,8 @@ class ModelRunner:
         `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
         `processors`: those that requests may name.
         `masks`: of the grammars that requests may have; None: they have none.
-        `attention_backend`: as in `make_backend`, which raises ConfigError.
+        `attention`: the model's own; None: what `make_backend` makes, which raises ConfigError.
+        `attention_backend`: as there.
         `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
         `recorder`: captures them when the runner warms up.
         `timeout_s`: how long the device may take for a step, until `set_timeout`, by `clock`.
@@ -101,7 +103,7 @@ class ModelRunner:
         windows = config.windows or [None] * config.num_layers
         places = zip(layout.places, windows, layout.scales, strict=True)
         layers = [Layer(*place, window, scales) for place, window, scales in places]
-        self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend)
+        self._attention = attention or make_backend(kv_pool, model.num_heads, layers, attention_backend)
         self._decodes: DecodeSteps | None = None
         if decode_sizes and self._attention.pads_decodes:
             self._decodes = DecodeSteps(model, self._attention, decode_sizes)

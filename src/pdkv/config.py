@@ -16,6 +16,9 @@ from pdkv.secret_options import without_secrets
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 """The embedded model: what is served when no --model is given."""
 
+PACED = "paced:"
+"""With it begins the `model` of engines that compute nothing and wait as long as a profile says (docs/testing.md)."""
+
 DEFAULT_HOST_KV_BYTES = 256 << 20
 """KV pool of an engine that computes on the CPU and was told no size."""
 
@@ -27,11 +30,18 @@ DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 Preemption = Literal["auto", "recompute", "swap"]
 
 
+def is_paced(model: Path) -> bool:
+    """Whether engines of that model only wait."""
+    return str(model).startswith(PACED)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """One engine."""
 
-    model: Path = option(DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model)")
+    model: Path = option(
+        DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model) or paced:PROFILE"
+    )
     generation_config: Literal["auto", "none"] = option(
         "auto", "sampling defaults of requests: those of the model's generation_config.json, or none of them"
     )
