@@ -125,7 +125,7 @@ def mixed(words: Words) -> Words:
 
 class Stamps:
     """What the rows of a pool hold: at position p of a request the chain c(p) = A * c(p - 1) + mixed(token + 1), modulo
-    2^64, and c(-1) = 0. Word by word it is XORed with the mask of its layer, its side (K or V) and its head.
+    2^64, with c(-1) = 0. Word by word it is XORed with the mask of its layer, its side (K or V) and its head.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -135,6 +135,7 @@ class Stamps:
         inverses = np.full(profile.max_model_len, pow(_FACTOR, -1, 1 << 64), np.uint64)
         powers[0] = inverses[0] = 1
         self._powers, self._inverses = np.multiply.accumulate(powers), np.multiply.accumulate(inverses)
+        self._tokens = mixed(np.arange(1, 1 + profile.vocab_size, dtype=np.uint64))
         counts = shape[0], -(-profile.max_model_len // GRANULE)
         numbers = np.arange(counts[0] * counts[1], dtype=np.uint64) + np.uint64(_WEIGHT)
         self.weights: Words = (mixed(numbers) | np.uint64(1)).reshape(counts)
@@ -142,12 +143,14 @@ class Stamps:
 
     def chain(self, token_ids: NDArray[np.int64], before: Words, starts: NDArray[np.int64]) -> Words:
         """Stamps of tokens (n,) of several requests: the i-th one's begin at starts[i], behind the stamp before[i]."""
+        parts, offsets = self._tokens[token_ids], before * np.uint64(_FACTOR)
+        if len(starts) == len(token_ids):  # all decode
+            return parts + offsets
         counts = np.diff(starts, append=len(token_ids))
         within = np.arange(len(token_ids)) - np.repeat(starts, counts)
-        parts = mixed(token_ids.astype(np.uint64) + np.uint64(1)) * self._inverses[within]
+        parts *= self._inverses[within]
         sums = np.cumsum(parts, dtype=np.uint64)
-        offsets = before * np.uint64(_FACTOR) - (sums[starts] - parts[starts])
-        return self._powers[within] * (sums + np.repeat(offsets, counts))
+        return self._powers[within] * (sums + np.repeat(offsets - (sums[starts] - parts[starts]), counts))
 
 
 def looked_at(granules: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -87,6 +87,7 @@ class PacedKV(AttentionBackend):
         words = kv_pool.view(torch.int64).numpy().view(np.uint64)
         self._pool: Words = words.reshape(num_blocks, self._num_layers, 2 * heads, self._block_size, -1)
         self._words: Words = words.reshape(-1)
+        self._layer_words = self._pool[0, 0].size
         self._stamps = Stamps(profile)
         self._pace = pace
         self._wrong: dict[int, int] = {}  # by slot: of whom KV was not as it should be when it came
@@ -120,11 +121,11 @@ class PacedKV(AttentionBackend):
         stamps, inputs = self._stamps, self._inputs
         if not begin:
             last = self._place(inputs.slots, np.maximum(self._num_before - 1, 0), 0, 0)
-            before = np.where(self._num_before > 0, self._words[last] ^ stamps.masks[0, 0], np.uint64(0))
+            before = (self._words[last] ^ stamps.masks[0, 0]) * (self._num_before > 0)
             self._chain = stamps.chain(inputs.token_ids, before, inputs.cu_seqlens_q[:-1])
             self._arrived: dict[int, Words] = {}
-            for slot in inputs.slots[list(self._pace.new)].tolist():
-                self._wrong.pop(slot, None)
+            for request in self._pace.new:
+                self._wrong.pop(int(inputs.slots[request]), None)
         for request, key in self._pace.new.items():
             if self._num_before[request]:
                 self._look_at_all(request, key, begin, end)
@@ -132,10 +133,10 @@ class PacedKV(AttentionBackend):
         self._pool[inputs.block_ids[0], begin:end, :, inputs.offsets] = stamped
         if not len(self._granules):
             return
-        layers = np.arange(begin, end)[:, None]
-        found = self._words[self._places + layers * self._pool[0, 0].size] ^ stamps.masks[layers, self._parts]
-        weighted = (found * stamps.weights[layers, self._granules]).sum(axis=0, dtype=np.uint64)
-        self._folds += np.add.reduceat(weighted, self._first)
+        for layer in range(begin, end):
+            found = self._words[self._places + layer * self._layer_words] ^ stamps.masks[layer][self._parts]
+            weighted = found * stamps.weights[layer][self._granules]
+            self._folds += np.add.reduceat(weighted, self._first)
 
     def answers(self) -> torch.Tensor:
         """(rows, 1) the tokens behind the rows that were asked for."""
