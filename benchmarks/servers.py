@@ -178,7 +178,7 @@ def cpu_seconds(server: Server) -> CpuSeconds:
     """Read /proc for the engines that /topology names, and for the router."""
     topology: dict[str, Any] = json.loads(get(server.url + "/topology"))
     engines = {engine["name"]: process_cpu_seconds(engine["pid"]) for engine in topology["engines"]}
-    return CpuSeconds(engines, process_cpu_seconds(_router_pid(server.pid)))
+    return CpuSeconds(engines, process_cpu_seconds(router_pid(server.pid)))
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
@@ -195,7 +195,7 @@ def process_cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def _router_pid(launcher: int) -> int:
+def router_pid(launcher: int) -> int:
     """The launcher's child that runs the router."""
     for task in Path(f"/proc/{launcher}/task").iterdir():
         for child in (task / "children").read_text().split():
