@@ -9,7 +9,6 @@ import torch
 
 from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
-from pdkv.engine.attention.backend import AttentionBackend
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.dtype import resolve_dtype, resolve_kv_dtype
 from pdkv.engine.graphs import decode_sizes, make_recorder
@@ -168,6 +167,8 @@ def _make_layout(
 class InProcessExecutor(ModelExecutor):
     """One rank in this process: the only one, or one that takes its part in the forward passes of several."""
 
+    _runner_type = ModelRunner
+
     def __init__(
         self,
         model_config: ModelConfig,
@@ -236,10 +237,6 @@ class InProcessExecutor(ModelExecutor):
             linears=self._config.cpu_linears,
         )
 
-    def _make_attention(self, kv_pool: torch.Tensor) -> AttentionBackend | None:
-        """None: the pool's usual one."""
-        return None
-
     def _profile(self) -> int:
         """Bytes that a GPU has for KV."""
         config = self._config
@@ -268,7 +265,7 @@ class InProcessExecutor(ModelExecutor):
         if worker is not None:
             worker.register_kv_caches(kv_pool)
         config, self._worker = self._config, worker
-        self._runner = ModelRunner(
+        self._runner = self._runner_type(
             self._model,
             kv_pool,
             self.layout,
@@ -280,7 +277,6 @@ class InProcessExecutor(ModelExecutor):
             proposer=self._proposer,
             processors=self._processors,
             masks=self._masks,
-            attention=self._make_attention(kv_pool),
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             recorder=self._recorder,

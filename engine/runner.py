@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pdkv.clock import MONOTONIC, Clock
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import StepsDone, make_step_done
-from pdkv.engine.attention.backend import AttentionBackend, Layer, pad
+from pdkv.engine.attention.backend import Layer, pad
 from pdkv.engine.attention.select import AttentionName, make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows, Proposer
@@ -35,7 +35,7 @@ from pdkv.models.heads import Heads
 from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
 
 
-class _Computed(NamedTuple):
+class Computed(NamedTuple):
     """What a step gives beside transfers; by request."""
 
     sampled: dict[RequestKey, SampledTokens]
@@ -45,7 +45,7 @@ class _Computed(NamedTuple):
     digest: int
 
 
-_NOTHING = _Computed({}, {}, {}, [], 0)
+_NOTHING = Computed({}, {}, {}, [], 0)
 
 
 class ModelRunner:
@@ -70,7 +70,6 @@ class ModelRunner:
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
         masks: Masks | None = None,
-        attention: AttentionBackend | None = None,
         attention_backend: AttentionName = "auto",
         decode_sizes: Sequence[int] = (),
         recorder: Recorder | None = None,
@@ -83,8 +82,7 @@ class ModelRunner:
         `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
         `processors`: those that requests may name.
         `masks`: of the grammars that requests may have; None: they have none.
-        `attention`: the model's own; None: what `make_backend` makes, which raises ConfigError.
-        `attention_backend`: as there.
+        `attention_backend`: as in `make_backend`, which raises ConfigError.
         `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
         `recorder`: captures them when the runner warms up.
         `timeout_s`: how long the device may take for a step, until `set_timeout`, by `clock`.
@@ -103,7 +101,7 @@ class ModelRunner:
         windows = config.windows or [None] * config.num_layers
         places = zip(layout.places, windows, layout.scales, strict=True)
         layers = [Layer(*place, window, scales) for place, window, scales in places]
-        self._attention = attention or make_backend(kv_pool, model.num_heads, layers, attention_backend)
+        self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend)
         self._decodes: DecodeSteps | None = None
         if decode_sizes and self._attention.pads_decodes:
             self._decodes = DecodeSteps(model, self._attention, decode_sizes)
@@ -205,7 +203,7 @@ class ModelRunner:
 
         return attend_between_hooks
 
-    def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "_Computed | Draws":
+    def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "Computed | Draws":
         """Forward pass, prompt logprobs and sampling of one step that is not empty."""
         inputs = self._batch.prepare(scheduled)
         if self._queue is not None and not self._needs_host_tokens(inputs):
@@ -244,7 +242,7 @@ class ModelRunner:
         logprobs = self._sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
         return queue.read(self._batch.requests_in(drawn.slots), drawn, tokens, logprobs)
 
-    def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> _Computed:
+    def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> Computed:
         drawn = DrawRows.of(inputs)
         rows = self._prompt_logprobs.with_prompt_rows(drawn.rows, inputs)
         hidden = self._forward(inputs, rows, attend)
@@ -258,7 +256,7 @@ class ModelRunner:
         logits = self._model.logits(hidden)[: len(drawn.rows)]
         return self._draw(inputs, logits, drawn, check)
 
-    def _draw(self, inputs: StepInputs, logits: torch.Tensor, drawn: DrawRows, check: FiniteCheck | None) -> _Computed:
+    def _draw(self, inputs: StepInputs, logits: torch.Tensor, drawn: DrawRows, check: FiniteCheck | None) -> Computed:
         """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
         batch, sampling = self._batch, self._sampling
         masks, late = self._masks.take(drawn, batch)  # a device computes the logits meanwhile
@@ -287,7 +285,7 @@ class ModelRunner:
         if self._proposer is not None:
             digest = self._propose(self._proposer, slots.tolist(), digest)
         self._masks.accept(drawn, tokens, counts, batch)
-        return _Computed(sampled, self._prompt_logprobs.take(slots), stuck, left_out, digest)
+        return Computed(sampled, self._prompt_logprobs.take(slots), stuck, left_out, digest)
 
     def _read_draws(
         self, queue: DeviceQueue, logits: torch.Tensor, drawn: DrawRows, masks: TokenMasks | None, late: Sequence[int]

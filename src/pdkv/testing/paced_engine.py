@@ -1,6 +1,9 @@
 """A paced engine's parts below the scheduler: an executor that waits, and a model that writes and reads stamps."""
 
+import ctypes
 import logging
+import os
+import platform
 from collections import Counter
 from threading import Event
 from typing import Any
@@ -12,24 +15,60 @@ from pdkv.clock import MONOTONIC, Clock
 from pdkv.config import EngineConfig
 from pdkv.engine.attention.backend import AttentionBackend, ModelInputs
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.engine.drafts import DrawRows
 from pdkv.engine.executor import InProcessExecutor, resolve_device
+from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.pending import PendingStep
-from pdkv.engine.plan import StepPlan
+from pdkv.engine.plan import SampledTokens, StepPlan
+from pdkv.engine.runner import Computed, ModelRunner
 from pdkv.errors import ConfigError
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads
 from pdkv.models.weight_files import WeightFiles
 from pdkv.testing.paced import GRANULE, Profile, Stamps, Words, answers, looked_at, read_profile
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.messages import KVLayout, RequestKey
 
 logger = logging.getLogger(__name__)
+
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+_PR_SET_TIMERSLACK = 29
+_SLICE_NS, _SLACK_NS = 100_000, 1_000
 
 _CERTAIN = 1e4
 """The answer's logit, where all others have 0: whatever a request's temperature, it is drawn."""
 
 
 _ONLY = {"tp": 1, "check_finite": False, "kv_cache_dtype": "auto"}
+
+
+class _SchedAttr(ctypes.Structure):
+    """See sched_setattr(2)."""
+
+    _fields_ = [
+        ("size", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),  # 0: SCHED_OTHER
+        ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32),
+        ("runtime", ctypes.c_uint64),
+        ("deadline", ctypes.c_uint64),
+        ("period", ctypes.c_uint64),
+    ]
+
+
+def wake_promptly() -> None:
+    """Let this thread run soon after its waits end: in short slices, which Linux from 6.12 on lets go first.
+
+    With 100 microseconds instead of 3 ms a thread that waits for 7 ms at a time, on a host with more work than cores,
+    wakes after 0.16 ms instead of 2 (median). Where the system knows no slices, all stays as it is.
+    """
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    attributes = _SchedAttr(size=ctypes.sizeof(_SchedAttr), nice=nice, runtime=_SLICE_NS)
+    libc = ctypes.CDLL(None)
+    if (number := _SCHED_SETATTR.get(platform.machine())) is not None:
+        libc.syscall(number, 0, ctypes.byref(attributes), 0)
+    libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NS), 0, 0, 0)
 
 
 class Pace:
@@ -81,14 +120,14 @@ class Pace:
 class PacedKV(AttentionBackend):
     """Writes stamps where attention writes K and V, and looks at stamps of all granules of a context in each layer."""
 
-    def __init__(self, kv_pool: torch.Tensor, profile: Profile, pace: Pace) -> None:
+    def __init__(self, kv_pool: torch.Tensor, pace: Pace) -> None:
         """`kv_pool`: (num_blocks, layers, 2, kv_heads, block_size, head_size), in host memory."""
         num_blocks, self._num_layers, _, heads, self._block_size, _ = kv_pool.shape
         words = kv_pool.view(torch.int64).numpy().view(np.uint64)
         self._pool: Words = words.reshape(num_blocks, self._num_layers, 2 * heads, self._block_size, -1)
         self._words: Words = words.reshape(-1)
         self._layer_words = self._pool[0, 0].size
-        self._stamps = Stamps(profile)
+        self._stamps = Stamps(pace.profile)
         self._pace = pace
         self._wrong: dict[int, int] = {}  # by slot: of whom KV was not as it should be when it came
 
@@ -173,12 +212,12 @@ class PacedModel(Decoder):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, pace: Pace) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.num_heads = self.num_kv_heads = config.num_kv_heads
-        self._pace = pace
+        self.pace = pace
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        num_layers, kv, pace = self.config.num_layers, self.kv, self._pace
+        num_layers, kv, pace = self.config.num_layers, self.kv, self.pace
         if attend == kv.attend:  # no hook stands between the layers
             kv.compute(0, num_layers)
             return kv.answers()
@@ -196,12 +235,32 @@ class PacedModel(Decoder):
         return num_logits * self.config.vocab_size * 2 * 4
 
 
+class PacedRunner(ModelRunner):
+    """Draws by itself where a sampler would only take the likeliest token, which costs a third of a step."""
+
+    def __init__(self, model: PacedModel, kv_pool: torch.Tensor, layout: KVLayout, **options: Any) -> None:
+        super().__init__(model, kv_pool, layout, **options)
+        self._attention = model.kv = PacedKV(kv_pool, model.pace)
+
+    def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> Computed:
+        drawing = inputs.slots[inputs.sampling]
+        if self._needs_host_tokens(inputs) or not self._sampling.is_plain(drawing):
+            return super()._compute_inputs(inputs, attend, check)
+        drawn = DrawRows.of(inputs)
+        tokens = self._forward(inputs, drawn.rows, attend).numpy()[:, 0]
+        self._batch.append_tokens(drawing, drawn.num_tokens, tokens)
+        pairs = zip(self._batch.requests_in(drawing), tokens.tolist(), strict=True)
+        return Computed({request.key: SampledTokens([token], None) for request, token in pairs}, {}, {}, [], 0)
+
+
 class PacedExecutor(InProcessExecutor):
     """Steps that end when their profile says, and of which all but the arithmetic is done.
 
     Raises:
         ConfigError: what a paced engine cannot do is asked for, by name.
     """
+
+    _runner_type = PacedRunner
 
     def __init__(
         self, model_config: ModelConfig, config: EngineConfig, *, clock: Clock = MONOTONIC, **options: Any
@@ -217,10 +276,9 @@ class PacedExecutor(InProcessExecutor):
     def _load_model(self, model: ModelConfig, dtype: str, weights: WeightFiles | None) -> Decoder:
         return PacedModel(model, getattr(torch, dtype), self.pace)
 
-    def _make_attention(self, kv_pool: torch.Tensor) -> AttentionBackend:
-        assert isinstance(self._model, PacedModel)
-        self._model.kv = PacedKV(kv_pool, self.pace.profile, self.pace)
-        return self._model.kv
+    def enter_thread(self) -> None:
+        wake_promptly()
+        super().enter_thread()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         if not plan.scheduled:
