@@ -20,13 +20,14 @@ from statistics import median
 from benchmarks.client import Reply, complete
 from benchmarks.load import run as run_loop
 from benchmarks.redis_server import redis_server
-from benchmarks.servers import Server, cpu_seconds, pdkv
+from benchmarks.servers import Server, cpu_seconds, metric, pdkv
 from pdkv.testing.paced import expected, read_profile
 
 MODEL = Path("paced:h100")
 PREFILL, DECODE = 2, 6
 INPUT_LEN, OUTPUT_LEN, RATE = 512, 100, 20.0
 OPTIONS = ("--threads", "1", "--kv-cache-memory", "128MiB", "--log-level", "info")
+_WARM = 20  # requests before those that count
 _STEPS = "steps by thousandths of what the curve says: "
 
 Figures = Mapping[str, float]
@@ -45,29 +46,33 @@ async def _load(server: Server, prompts: Sequence[Sequence[int]], rng: random.Ra
 
 
 def measure(connector: Sequence[str], seconds: float, seed: int, redis_cpu: "RedisCpu | None") -> Figures:
-    """One run: shares of answers, of steps, and of a core."""
+    """One run: answers, the part of prompts that decode engines were given, steps, and cores that processes used."""
     rng = random.Random(seed)
     profile = read_profile(MODEL)
     count = max(round(seconds * RATE), 1)
-    prompts = [rng.choices(range(profile.vocab_size), k=INPUT_LEN) for _ in range(count)]
+    prompts = [rng.choices(range(profile.vocab_size), k=INPUT_LEN) for _ in range(_WARM + count)]
     with tempfile.TemporaryDirectory(prefix="pdkv-paced-") as folder:
         log = Path(folder, "log")
         with pdkv(MODEL, prefill=PREFILL, decode=DECODE, options=[*OPTIONS, *connector], log=log) as server:
-            run_loop(_load(server, prompts[:20], rng))  # warm
+            run_loop(_load(server, prompts[:_WARM], rng))  # warm
             before, own, began = cpu_seconds(server), time.process_time(), time.monotonic()
             redis = redis_cpu() if redis_cpu else 0.0
-            replies = run_loop(_load(server, prompts, rng))
+            replies = run_loop(_load(server, prompts[_WARM:], rng))
             wall_s = time.monotonic() - began
             used = cpu_seconds(server).since(before)
             own = time.process_time() - own
             redis = redis_cpu() - redis if redis_cpu else 0.0
+            handed = [metric(server, "pdkv_engine_prompt_tokens_total", source=name) for name in ("remote", "store")]
         ratios = _steps(log.read_text())
-    answers = [reply.token_ids == expected(profile, p, OUTPUT_LEN) for reply, p in zip(replies, prompts, strict=True)]
+    answers = [
+        reply.token_ids == expected(profile, p, OUTPUT_LEN) for reply, p in zip(replies, prompts[_WARM:], strict=True)
+    ]
     errors = Counter(reply.error for reply in replies if not reply.ok)
     if errors:
         print(errors, file=sys.stderr)
     figures = {
-        "answers": len(answers), "wrong": answers.count(False), "steps": ratios.total(),
+        "answers": len(answers), "wrong": answers.count(False), "failed": errors.total(),
+        "handed over": sum(handed) / len(prompts) / INPUT_LEN, "steps": ratios.total(),
         "step/curve p50": _percentile(ratios, 0.5), "p99": _percentile(ratios, 0.99),
         "within 5 %": sum(n for r, n in ratios.items() if abs(r - 1000) <= 50) / ratios.total(),
         "within 15 %": sum(n for r, n in ratios.items() if abs(r - 1000) <= 150) / ratios.total(),

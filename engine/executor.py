@@ -167,7 +167,7 @@ def _make_layout(
 class InProcessExecutor(ModelExecutor):
     """One rank in this process: the only one, or one that takes its part in the forward passes of several."""
 
-    _runner_type = ModelRunner
+    _runner_type: type[ModelRunner] = ModelRunner
 
     def __init__(
         self,

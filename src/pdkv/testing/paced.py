@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from pdkv.models.identity import ModelSource
 from pdkv.options import check_bounds, from_fields, option, options_of
 
 Words = NDArray[np.uint64]
+Ints = NDArray[np.integer[Any]]
 
 PROFILES = Path(__file__).parent / "profiles"
 GRANULE: Final = 16
@@ -141,7 +142,7 @@ class Stamps:
         self.weights: Words = (mixed(numbers) | np.uint64(1)).reshape(counts)
         """(layers, granules): by what a stamp counts in an answer."""
 
-    def chain(self, token_ids: NDArray[np.int64], before: Words, starts: NDArray[np.int64]) -> Words:
+    def chain(self, token_ids: Ints, before: Words, starts: Ints) -> Words:
         """Stamps of tokens (n,) of several requests: the i-th one's begin at starts[i], behind the stamp before[i]."""
         parts, offsets = self._tokens[token_ids], before * np.uint64(_FACTOR)
         if len(starts) == len(token_ids):  # all decode
@@ -150,18 +151,22 @@ class Stamps:
         within = np.arange(len(token_ids)) - np.repeat(starts, counts)
         parts *= self._inverses[within]
         sums = np.cumsum(parts, dtype=np.uint64)
-        return self._powers[within] * (sums + np.repeat(offsets - (sums[starts] - parts[starts]), counts))
+        stamps: Words = self._powers[within] * (sums + np.repeat(offsets - (sums[starts] - parts[starts]), counts))
+        return stamps
 
 
-def looked_at(granules: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def looked_at(granules: Ints, lengths: Ints) -> Ints:
     """Of each granule the position whose stamp counts for an answer behind so many tokens: in turn all that it has."""
-    return granules * GRANULE + np.minimum((granules + lengths) % GRANULE, lengths - granules * GRANULE - 1)
+    first = granules * GRANULE
+    positions: Ints = first + np.minimum((granules + lengths) % GRANULE, lengths - first - 1)
+    return positions
 
 
-def answers(folds: Words, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def answers(folds: Words, lengths: Ints) -> Ints:
     """The tokens behind so many others, whose stamps add up, by their weights, to that."""
     hashes = mixed(folds + lengths.astype(np.uint64) + np.uint64(_ANSWER))
-    return _ANSWERS.start + (hashes % np.uint64(len(_ANSWERS))).astype(np.int64)
+    tokens: NDArray[np.int64] = (hashes % np.uint64(len(_ANSWERS))).astype(np.int64) + _ANSWERS.start
+    return tokens
 
 
 def expected(profile: Profile, prompt: Sequence[int], num_tokens: int) -> list[int]:

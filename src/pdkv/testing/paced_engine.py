@@ -188,7 +188,8 @@ class PacedKV(AttentionBackend):
         _, layers, num_parts, block_size, num_words = self._pool.shape
         blocks, offsets = np.divmod(positions, block_size)
         rows = (self._table[slots, blocks] * layers * num_parts + parts) * block_size + offsets
-        return rows * num_words + words % num_words
+        places: IntArray = rows * num_words + words % num_words
+        return places
 
     def _look_at_all(self, request: int, key: RequestKey, begin: int, end: int) -> None:
         """Compare what a request came with: the words of a row say the same in all layers, sides and heads."""
@@ -238,7 +239,8 @@ class PacedModel(Decoder):
 class PacedRunner(ModelRunner):
     """Draws by itself where a sampler would only take the likeliest token, which costs a third of a step."""
 
-    def __init__(self, model: PacedModel, kv_pool: torch.Tensor, layout: KVLayout, **options: Any) -> None:
+    def __init__(self, model: Decoder, kv_pool: torch.Tensor, layout: KVLayout, **options: Any) -> None:
+        assert isinstance(model, PacedModel)
         super().__init__(model, kv_pool, layout, **options)
         self._attention = model.kv = PacedKV(kv_pool, model.pace)
 
