@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError
@@ -33,6 +34,11 @@ Preemption = Literal["auto", "recompute", "swap"]
 def is_paced(model: Path) -> bool:
     """Whether engines of that model only wait."""
     return str(model).startswith(PACED)
+
+
+def paced_part(target: str) -> Any:
+    """What `module:attribute` of `pdkv.testing` is; by name, since that stands above what it is a part of then."""
+    return EntryPoint("", f"pdkv.testing.{target}", "").load()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,8 +104,9 @@ class PacedSource(ModelSource):
 
     files = None  # type: ignore[assignment]
 
-    def __init__(self, profile: Profile) -> None:
-        self._identity = profile.identity
+    def __init__(self, path: Path, config: ModelConfig | None = None) -> None:
+        """Raises ModelError as `read_profile`."""
+        self._identity = read_profile(path).identity
 
     def known(self) -> str:
         """The identity."""
