@@ -1,8 +1,8 @@
 """What the router costs, all limits on: CPU of whole runs and of tokens, memory of slow streams, and time.
 
 Whole runs are compared with an earlier version (`--before VENV`, a virtual environment with it). The rest stands in
-front of an engine that computes nothing, but has the real socket, scheduler and messages (paced_engine): more streams
-than this machine could compute, and CPU time of the router's process, which says nearly the same beside other work.
+front of a paced engine, which computes nothing: more streams than this machine could compute, and CPU time of the
+router's process, which says nearly the same beside other work.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ STREAM_LIMIT_KIB = 30.0
 LATENCY_LIMIT_MS = 2.0
 REFUSAL_LIMIT_MS = 10.0
 PACE_S = 0.002
-"""Between two steps, where time is measured."""
+"""Of a step, where time is measured."""
 
 
 def run(context: Context) -> list[Claim]:
@@ -40,10 +40,10 @@ def run(context: Context) -> list[Claim]:
     model = find_model(context.models, "tiny")
     return [
         *whole_runs(model, context.before, context.quick),
-        *(_tokens(model, num_streams, context.quick) for num_streams in TOKEN_LIMITS_US),
-        *slow_streams(model, context.quick),
-        added_latency(model, context.quick),
-        refusals(model, context.quick),
+        *(_tokens(num_streams, context.quick) for num_streams in TOKEN_LIMITS_US),
+        *slow_streams(context.quick),
+        added_latency(context.quick),
+        refusals(context.quick),
     ]
 
 
@@ -96,13 +96,13 @@ LONG, SHORT = Shape(10, (20, 500)), Shape(512, (64, 64))
 """As benchmarks.many has it, and as most of the others."""
 
 
-def _tokens(model: Path, num_streams: int, quick: bool) -> Claim:
+def _tokens(num_streams: int, quick: bool) -> Claim:
     """Router CPU a token, what requests cost included; `num_streams` at once get a token each per step."""
     pace_s = 0.02 if num_streams < 256 else 0.1
     figures: dict[str, float] = {}
     for name, shape, num_requests in (("", LONG, num_streams * 2), ("of 512 in, 64 out", SHORT, num_streams * 2)):
         num_requests, lengths = (num_streams, (8, 8)) if quick else (num_requests, shape.output_len)
-        with router_alone(model, pace_s=pace_s, num_seqs=2 * num_streams) as router:
+        with router_alone(pace_s=pace_s, num_seqs=2 * num_streams) as router:
             load = Workload(num_requests, shape.input_len, lengths, num_streams, seed=num_streams)
             run_loop(send_all(router.url, router.model, Workload(64, shape.input_len, (20, 20), 64)))  # warm
             began = router.cpu_seconds()
@@ -118,11 +118,11 @@ def _tokens(model: Path, num_streams: int, quick: bool) -> Claim:
 # --- slow streams -------------------------------------------------------------------------------------------------
 
 
-def slow_streams(model: Path, quick: bool) -> list[Claim]:
+def slow_streams(quick: bool) -> list[Claim]:
     """10,000 streams that are open at once, each with a token a second."""
     num_streams, num_tokens, at_once = (200, 12, 200) if quick else (10_000, 60, 1_000)
     with router_alone(
-        model, pace_s=0.2 if quick else 1.0, num_seqs=num_streams + 64, max_connections=num_streams + 512
+        pace_s=0.2 if quick else 1.0, num_seqs=num_streams + 64, max_connections=num_streams + 512
     ) as router:
         seen = run_loop(_open_streams(router, num_streams, num_tokens, at_once))
     failed, peak, kib = seen
@@ -162,18 +162,18 @@ async def _stream(router: Alone, rng: random.Random, num_tokens: int, reply: Rep
 # --- time ---------------------------------------------------------------------------------------------------------
 
 
-def added_latency(model: Path, quick: bool) -> Claim:
+def added_latency(quick: bool) -> Claim:
     """One request at a time, through the router and straight to the engine's socket by turns: paired differences."""
     rounds = 8 if quick else 200
     rng = random.Random(0)
     first: list[float] = []
     end: list[float] = []
-    with router_alone(model, pace_s=PACE_S, num_seqs=8) as router, EngineLink(router.endpoint) as link:
+    with router_alone(pace_s=PACE_S, num_seqs=8) as router, EngineLink(router.endpoint) as link:
         for turn in range(rounds + 4):
             straight: Timing | None = None
             reply = Reply(0.0)
             for name in sorted(("router", "engine"), reverse=turn % 2 == 0):
-                time.sleep(5 * PACE_S)  # the engine's next step comes at once, whoever asks
+                time.sleep(5 * PACE_S)  # the engine is idle, whoever asks
                 prompt = random_prompt(rng, 32)
                 if name == "engine":
                     straight = link.complete(prompt, 16)
@@ -189,10 +189,10 @@ def added_latency(model: Path, quick: bool) -> Claim:
     return Claim("latency that the router adds, p50 / 2 ms", worst / LATENCY_LIMIT_MS, 1.0, "lower", figures)
 
 
-def refusals(model: Path, quick: bool) -> Claim:
+def refusals(quick: bool) -> Claim:
     """429s, one after the other and each on a connection of its own, while the queue is full and 64 streams run."""
     num_seqs, num_queued, num_refusals = (4, 4, 20) if quick else (64, 32, 200)
-    with router_alone(model, pace_s=0.01, num_seqs=num_seqs, max_queued_requests=num_queued) as router:
+    with router_alone(pace_s=0.01, num_seqs=num_seqs, max_queued_requests=num_queued) as router:
         seconds = run_loop(_refusals(router, 2 * num_seqs + num_queued, num_refusals))
     figures = {"p50 ms": median(seconds) * 1e3, "worst ms": max(seconds) * 1e3}
     p99 = sorted(seconds)[len(seconds) * 99 // 100] * 1e3

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple
 
+from pdkv.config import is_paced
+
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.05
@@ -79,10 +81,11 @@ def running(
     environment: Mapping[str, str] | None = None,
     wait: bool = True,
     health: str = "/health",
+    log: Path | None = None,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A server as a process group of its own; its output goes to a file that is shown if it does not start."""
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as folder:
-        log = Path(folder) / "log"
+        log = log or Path(folder) / "log"
         with log.open("wb") as out:
             process = _spawn(command, out, Path(folder), environment or {})
         try:
@@ -133,17 +136,23 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def pdkv(
-    model: Path | None, *, prefill: int, decode: int, options: Sequence[str] = (), python: str | Path = sys.executable
+    model: Path | None,
+    *,
+    prefill: int,
+    decode: int,
+    options: Sequence[str] = (),
+    python: str | Path = sys.executable,
+    log: Path | None = None,
 ) -> Iterator[Server]:
-    """`pd launch`, ready. `prefill` 0: aggregated engines. `python`: of another installation."""
+    """`pd launch`, ready. `prefill` 0: aggregated engines. `python`: of another installation. `log`: kept there."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [str(python), "-P", "-m", "pdkv.cli", "launch", "--prefill", str(prefill), "--decode", str(decode)]
     command += ["--port", str(port), "--log-level", "warning", *options]
     if model is not None:
-        command += ["--model", str(model.resolve())]
+        command += ["--model", str(model if is_paced(model) else model.resolve())]
     began = time.monotonic()
-    with running(command, url) as process:
+    with running(command, url, log=log) as process:
         start_s = time.monotonic() - began
         [card] = json.loads(get(url + "/v1/models"))["data"]
         yield Server(url, card["id"], process.pid, start_s)
@@ -169,7 +178,7 @@ def cpu_seconds(server: Server) -> CpuSeconds:
     """Read /proc for the engines that /topology names, and for the router."""
     topology: dict[str, Any] = json.loads(get(server.url + "/topology"))
     engines = {engine["name"]: process_cpu_seconds(engine["pid"]) for engine in topology["engines"]}
-    return CpuSeconds(engines, process_cpu_seconds(_router_pid(server.pid)))
+    return CpuSeconds(engines, process_cpu_seconds(router_pid(server.pid)))
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
@@ -186,7 +195,7 @@ def process_cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def _router_pid(launcher: int) -> int:
+def router_pid(launcher: int) -> int:
     """The launcher's child that runs the router."""
     for task in Path(f"/proc/{launcher}/task").iterdir():
         for child in (task / "children").read_text().split():

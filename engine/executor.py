@@ -30,6 +30,7 @@ from pdkv.engine.threads import StepThreads
 from pdkv.errors import ConfigError
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.models.config import ModelConfig, resolve_max_model_len
+from pdkv.models.decoder import Decoder
 from pdkv.models.kv_scales import read_kv_scales
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -174,6 +175,8 @@ def _make_layout(
 class InProcessExecutor(ModelExecutor):
     """One rank in this process: the only one, or one that takes its part in the forward passes of several."""
 
+    _runner_type: type[ModelRunner] = ModelRunner
+
     def __init__(
         self,
         model_config: ModelConfig,
@@ -222,22 +225,25 @@ class InProcessExecutor(ModelExecutor):
         size_bytes = pool_bytes(config, self.device)
         if size_bytes is not None:
             self._size_pool(size_bytes)  # before the weights, which may take minutes
-        self._model = load_decoder(
-            config.model,
-            model_config,
-            dtype=getattr(torch, dtype),
-            device=self.device,
-            max_model_len=self.max_model_len,
-            parallel=parallel,
-            weights=weights,
-            linears=config.cpu_linears,
-        )
+        self._model = self._load_model(model_config, dtype, weights)
         on_cpu = self.device.type == "cpu"
         self._decode_sizes = () if on_cpu else decode_sizes(config.max_num_seqs)
         self._recorder = make_recorder(self.device, enforce_eager=config.enforce_eager, num_ranks=shard.size)
         if size_bytes is None:
             self._size_pool(self._profile())
         self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size) if on_cpu else None
+
+    def _load_model(self, model: ModelConfig, dtype: str, weights: WeightFiles | None) -> Decoder:
+        return load_decoder(
+            self._config.model,
+            model,
+            dtype=getattr(torch, dtype),
+            device=self.device,
+            max_model_len=self.max_model_len,
+            parallel=self._parallel,
+            weights=weights,
+            linears=self._config.cpu_linears,
+        )
 
     def _profile(self) -> int:
         """Bytes that a GPU has for KV."""
@@ -267,7 +273,7 @@ class InProcessExecutor(ModelExecutor):
         if worker is not None:
             worker.register_kv_caches(kv_pool)
         config, self._worker = self._config, worker
-        self._runner = ModelRunner(
+        self._runner = self._runner_type(
             self._model,
             kv_pool,
             self.layout,

@@ -35,7 +35,7 @@ from pdkv.models.heads import Heads
 from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
 
 
-class _Computed(NamedTuple):
+class Computed(NamedTuple):
     """What a step gives beside transfers; by request."""
 
     sampled: dict[RequestKey, SampledTokens]
@@ -45,7 +45,7 @@ class _Computed(NamedTuple):
     digest: int
 
 
-_NOTHING = _Computed({}, {}, {}, [], 0)
+_NOTHING = Computed({}, {}, {}, [], 0)
 
 
 class ModelRunner:
@@ -203,7 +203,7 @@ class ModelRunner:
 
         return attend_between_hooks
 
-    def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "_Computed | Draws":
+    def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "Computed | Draws":
         """Forward pass, prompt logprobs and sampling of one step that is not empty."""
         inputs = self._batch.prepare(scheduled)
         if self._queue is not None and not self._needs_host_tokens(inputs):
@@ -242,7 +242,7 @@ class ModelRunner:
         logprobs = self._sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
         return queue.read(self._batch.requests_in(drawn.slots), drawn, tokens, logprobs)
 
-    def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> _Computed:
+    def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> Computed:
         drawn = DrawRows.of(inputs)
         rows = self._prompt_logprobs.with_prompt_rows(drawn.rows, inputs)
         hidden = self._forward(inputs, rows, attend)
@@ -256,7 +256,7 @@ class ModelRunner:
         logits = self._model.logits(hidden)[: len(drawn.rows)]
         return self._draw(inputs, logits, drawn, check)
 
-    def _draw(self, inputs: StepInputs, logits: torch.Tensor, drawn: DrawRows, check: FiniteCheck | None) -> _Computed:
+    def _draw(self, inputs: StepInputs, logits: torch.Tensor, drawn: DrawRows, check: FiniteCheck | None) -> Computed:
         """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
         batch, sampling = self._batch, self._sampling
         masks, late = self._masks.take(drawn, batch)  # a device computes the logits meanwhile
@@ -285,7 +285,7 @@ class ModelRunner:
         if self._proposer is not None:
             digest = self._propose(self._proposer, slots.tolist(), digest)
         self._masks.accept(drawn, tokens, counts, batch)
-        return _Computed(sampled, self._prompt_logprobs.take(slots), stuck, left_out, digest)
+        return Computed(sampled, self._prompt_logprobs.take(slots), stuck, left_out, digest)
 
     def _read_draws(
         self, queue: DeviceQueue, logits: torch.Tensor, drawn: DrawRows, masks: TokenMasks | None, late: Sequence[int]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
+from pdkv.config import is_paced, paced_part
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config_fields import check_fields
 from pdkv.models.json_fields import Fields, read_json
@@ -109,6 +110,9 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
     Raises:
         ModelError: something is missing, broken or not supported; the message names it and its value.
     """
+    if is_paced(path):
+        paced: ModelConfig = paced_part("paced:read_profile")(path).model_config
+        return paced
     if not path.is_dir():
         raise ModelError(f"model directory {path} does not exist")
     file = path / "config.json"

@@ -46,6 +46,7 @@ _ROW = np.dtype(
         ("restricted", np.bool_),
         ("has_bad_words", np.bool_),
         ("custom", np.bool_),
+        ("plain", np.bool_),  # logits stay as they are, and nobody asks for logprobs
         ("penalized", np.bool_),
         ("looks_back", np.bool_),  # at the tokens before the one to draw
         ("repetition", np.float64),
@@ -116,6 +117,8 @@ class SamplingState:
         row["presence"] = params.presence_penalty
         row["frequency"] = params.frequency_penalty
         row["wants_logprobs"] = params.logprobs is not None
+        changes = "biased", "restricted", "has_bad_words", "custom", "penalized", "min_tokens", "wants_logprobs"
+        row["plain"] = not any(row[name] for name in changes)
         row["num_logprobs"] = params.logprobs or 0
         if params.min_tokens > 0:
             self._stop_ids[slot] = np.unique(np.array([*self._eos_token_ids, *params.stop_token_ids], np.int64))
@@ -184,6 +187,10 @@ class SamplingState:
     def looks_back(self, slots: NDArray[np.integer[Any]]) -> bool:
         """Whether a draw in one of those slots needs the tokens before it on the host."""
         return bool(self._table["looks_back"][slots].any())
+
+    def is_plain(self, slots: NDArray[np.integer[Any]]) -> bool:
+        """Whether a draw in those slots changes no logits, and tells none."""
+        return bool(self._table["plain"][slots].all())
 
     def logprobs(
         self, logits: torch.Tensor, slots: NDArray[np.integer[Any]], tokens: NDArray[np.int64]

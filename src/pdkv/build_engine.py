@@ -11,7 +11,7 @@ import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.build_core import build_core
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import EngineConfig, HandoffConfig, is_paced, paced_part
 from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.registry import choose_connector, make_connector
@@ -91,7 +91,8 @@ class _Plan(NamedTuple):
 
     def open_model(self) -> ModelSource:
         """The weights; their identity is taken while they are loaded. Raises ModelError."""
-        return ModelSource(self.config.model, self.model)
+        kind: type[ModelSource] = paced_part("paced:PacedSource") if is_paced(self.config.model) else ModelSource
+        return kind(self.config.model, self.model)
 
     def make_grammars(self, notify: Callable[[], None]) -> GrammarHost:
         """Who matches the grammars of requests; starts nothing."""
@@ -282,7 +283,10 @@ def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
 
 def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None, masks: Masks) -> InProcessExecutor:
     """`place`: None for the engine's only rank."""
-    return InProcessExecutor(
+    kind: type[InProcessExecutor] = InProcessExecutor
+    if is_paced(plan.config.model):
+        kind = paced_part("paced_engine:PacedExecutor")
+    return kind(
         plan.model,
         plan.config,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError
@@ -16,6 +17,9 @@ from pdkv.secret_options import without_secrets
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 """The embedded model: what is served when no --model is given."""
 
+PACED = "paced:"
+"""With it begins the `model` of engines that compute nothing and wait as long as a profile says (docs/testing.md)."""
+
 DEFAULT_HOST_KV_BYTES = 256 << 20
 """KV pool of an engine that computes on the CPU and was told no size."""
 
@@ -27,11 +31,23 @@ DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 Preemption = Literal["auto", "recompute", "swap"]
 
 
+def is_paced(model: Path) -> bool:
+    """Whether engines of that model only wait."""
+    return str(model).startswith(PACED)
+
+
+def paced_part(target: str) -> Any:
+    """What `module:attribute` of `pdkv.testing` is; by name, since that stands above what it is a part of then."""
+    return EntryPoint("", f"pdkv.testing.{target}", "").load()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """One engine."""
 
-    model: Path = option(DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model)")
+    model: Path = option(
+        DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model) or paced:PROFILE"
+    )
     generation_config: Literal["auto", "none"] = option(
         "auto", "sampling defaults of requests: those of the model's generation_config.json, or none of them"
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from pdkv.config import DEFAULT_MODEL, is_paced
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.models.special_tokens import read_special_tokens, read_tokenizer_config
 from pdkv.text.chat_template import ChatTemplate
@@ -59,6 +60,7 @@ class Tokenizer:
         Raises:
             ModelError: a file is missing or broken.
         """
+        path = DEFAULT_MODEL if is_paced(path) else path
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ModelError(f"{path}: tokenizer.json is missing")

@@ -1,0 +1,186 @@
+"""Profiles of paced engines, and what their answers are: a pure function of the tokens. No torch (docs/testing.md)."""
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdkv.config import DEFAULT_MODEL, PACED
+from pdkv.errors import ConfigError, ModelError
+from pdkv.models.config import ModelConfig, load_model_config
+from pdkv.models.identity import ModelSource
+from pdkv.options import check_bounds, from_fields, option, options_of
+
+Words = NDArray[np.uint64]
+Ints = NDArray[np.integer[Any]]
+
+PROFILES = Path(__file__).parent / "profiles"
+GRANULE: Final = 16
+"""Tokens of which a step looks at one: those of a block, or a part of them where blocks are larger."""
+
+_VERSION = 1  # of stamps and answers
+_ANSWERS = range(2, 512)  # the default model's tokens that are not special
+_FACTOR = 0xD1342543DE82EF95  # odd, so that it has an inverse
+_ANSWER, _WEIGHT, _MASK = (int.from_bytes(name, "little") for name in (b"answers_", b"weights_", b"masks___"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A kind of engine: how long a step takes, and the shape of its KV. A TOML file has these fields, all needed."""
+
+    step_s: float = option(help="of any step that computes something", gt=0, le=60)
+    row_s: float = option(help="for each request that decodes", ge=0, le=60)
+    prompt_token_s: float = option(help="for each token of a prompt", ge=0, le=60)
+    context_token_s: float = option(help="for each token that a request has in the cache after the step", ge=0, le=60)
+    num_layers: int = option(help="of the KV", ge=1, le=1024)
+    num_kv_heads: int = option(help="of the KV", ge=1, le=1024)
+    head_size: int = option(help="float32 values of a head in K, and in V", ge=8, multiple_of=8, le=4096)
+    max_model_len: int = option(help="most tokens of prompt + output", ge=16, le=1 << 24)
+    vocab_size: int = option(help="token ids that prompts may have", ge=_ANSWERS.stop, le=1 << 24)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def seconds(self, num_rows: int, num_prompt_tokens: int, num_context_tokens: int) -> float:
+        """The step-time curve."""
+        own = self.step_s + self.row_s * num_rows
+        return own + self.prompt_token_s * num_prompt_tokens + self.context_token_s * num_context_tokens
+
+    @property
+    def identity(self) -> str:
+        """The digest of its values: what stands for the model in keys of KV and on cards."""
+        facts = json.dumps([_VERSION, dataclasses.asdict(self)], sort_keys=True)
+        return hashlib.blake2b(facts.encode(), digest_size=16, person=b"pdkv-paced").hexdigest()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model as all else sees it: that of the default model's tokenizer, and with this KV."""
+        return dataclasses.replace(
+            load_model_config(DEFAULT_MODEL),
+            num_layers=self.num_layers,
+            num_heads=self.num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            max_position_embeddings=self.max_model_len,
+            vocab_size=self.vocab_size,
+            windows=(None,) * self.num_layers,
+        )
+
+
+def read_profile(model: Path) -> Profile:
+    """The profile that `paced:NAME` or `paced:/path/to/profile.toml` means.
+
+    Raises:
+        ModelError: an unknown name, an unreadable file, a field that is missing or unknown, a wrong value; the message
+            has the names that there are, or the file, the field and its value.
+    """
+    name = str(model).removeprefix(PACED)
+    known = {path.stem: path for path in sorted(PROFILES.glob("*.toml"))}
+    file = known.get(name, Path(name).expanduser())
+    if name not in known and "/" not in name and file.suffix != ".toml":
+        raise ModelError(f"unknown profile {name!r} in --model {model}; known: {', '.join(known)}, or a TOML file")
+    try:
+        values = tomllib.loads(file.read_text())
+        missing = [name for name in options_of(Profile) if name not in values]
+        if missing:
+            raise ModelError(f"{file}: field {missing[0]!r} is missing: {options_of(Profile)[missing[0]].help}")
+        return from_fields(Profile, values, owner=str(file))
+    except OSError as error:
+        raise ModelError(f"{file}: {error.strerror}") from None
+    except ValueError as error:  # of tomllib and decode()
+        raise ModelError(f"{file}: malformed: {error}") from None
+    except ConfigError as error:
+        raise ModelError(str(error)) from None
+
+
+class PacedSource(ModelSource):
+    """Of a model without weights."""
+
+    files = None  # type: ignore[assignment]
+
+    def __init__(self, path: Path, config: ModelConfig | None = None) -> None:
+        """Raises ModelError as `read_profile`."""
+        self._identity = read_profile(path).identity
+
+    def known(self) -> str:
+        """The identity."""
+        return self._identity
+
+    identity = known
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def mixed(words: Words) -> Words:
+    """Each word's bits spread over all 64 (the finalizer of splitmix64)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+class Stamps:
+    """What the rows of a pool hold: at position p of a request the chain c(p) = A * c(p - 1) + mixed(token + 1), modulo
+    2^64, with c(-1) = 0. Word by word it is XORed with the mask of its layer, its side (K or V) and its head.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        shape = profile.num_layers, 2 * profile.num_kv_heads
+        self.masks = mixed(np.arange(1, 1 + shape[0] * shape[1], dtype=np.uint64) + np.uint64(_MASK)).reshape(shape)
+        powers = np.full(profile.max_model_len, _FACTOR, np.uint64)
+        inverses = np.full(profile.max_model_len, pow(_FACTOR, -1, 1 << 64), np.uint64)
+        powers[0] = inverses[0] = 1
+        self._powers, self._inverses = np.multiply.accumulate(powers), np.multiply.accumulate(inverses)
+        self._tokens = mixed(np.arange(1, 1 + profile.vocab_size, dtype=np.uint64))
+        counts = shape[0], -(-profile.max_model_len // GRANULE)
+        numbers = np.arange(counts[0] * counts[1], dtype=np.uint64) + np.uint64(_WEIGHT)
+        self.weights: Words = (mixed(numbers) | np.uint64(1)).reshape(counts)
+        """(layers, granules): by what a stamp counts in an answer."""
+
+    def chain(self, token_ids: Ints, before: Words, starts: Ints) -> Words:
+        """Stamps of tokens (n,) of several requests: the i-th one's begin at starts[i], behind the stamp before[i]."""
+        parts, offsets = self._tokens[token_ids], before * np.uint64(_FACTOR)
+        if len(starts) == len(token_ids):  # all decode
+            return parts + offsets
+        counts = np.diff(starts, append=len(token_ids))
+        within = np.arange(len(token_ids)) - np.repeat(starts, counts)
+        parts *= self._inverses[within]
+        sums = np.cumsum(parts, dtype=np.uint64)
+        stamps: Words = self._powers[within] * (sums + np.repeat(offsets - (sums[starts] - parts[starts]), counts))
+        return stamps
+
+
+def looked_at(granules: Ints, lengths: Ints) -> Ints:
+    """Of each granule the position whose stamp counts for an answer behind so many tokens: in turn all that it has."""
+    first = granules * GRANULE
+    positions: Ints = first + np.minimum((granules + lengths) % GRANULE, lengths - first - 1)
+    return positions
+
+
+def answers(folds: Words, lengths: Ints) -> Ints:
+    """The tokens behind so many others, whose stamps add up, by their weights, to that."""
+    hashes = mixed(folds + lengths.astype(np.uint64) + np.uint64(_ANSWER))
+    tokens: NDArray[np.int64] = (hashes % np.uint64(len(_ANSWERS))).astype(np.int64) + _ANSWERS.start
+    return tokens
+
+
+def expected(profile: Profile, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The first tokens of the answer to a prompt, on any engine of that profile whose KV is right."""
+    stamps = Stamps(profile)
+    weights = stamps.weights.sum(axis=0, dtype=np.uint64)
+    start = np.zeros(1, np.int64)
+    chain = stamps.chain(np.array(prompt, np.int64), np.zeros(1, np.uint64), start)
+    tokens: list[int] = []
+    for length in range(len(prompt), len(prompt) + num_tokens):
+        granules, lengths = np.arange(-(-length // GRANULE)), np.array([length])
+        fold = (chain[looked_at(granules, lengths)] * weights[: len(granules)]).sum(dtype=np.uint64, keepdims=True)
+        answer = answers(fold, lengths)
+        tokens += answer.tolist()
+        chain = np.append(chain, stamps.chain(answer, chain[-1:], start))
+    return tokens
