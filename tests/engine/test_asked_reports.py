@@ -1,13 +1,13 @@
 """A report that a router asks for: of now, of all ranks, and nothing is run for it."""
 
 import pytest
-from engines import make_core, of_type, submit
-from state_machine.standin import StandInExecutor
 
 from pdkv.engine.core import EngineCore
 from pdkv.engine.executor import NOTHING_ENDED, Ended
 from pdkv.engine.step_loop import Ahead, InTurn, StepLoop
 from pdkv.engine.step_queue import StepQueue
+from pdkv.testing.engine import make_core, of_type, submit
+from pdkv.testing.standin import StandInExecutor
 from pdkv.wire.messages import AskReport, ConnectorStats, LoadReport
 
 
