@@ -23,7 +23,9 @@ def functions(path: Path) -> dict[str, str]:
     tree = ast.parse(path.read_text())
     whole = ast.get_docstring(tree) or ""
     return {
-        node.name: f"{ast.get_docstring(node) or ''} {whole}" for node in tree.body if isinstance(node, ast.FunctionDef)
+        node.name: f"{ast.get_docstring(node) or ''} {whole}"
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 
 
