@@ -18,10 +18,10 @@ from typing import Literal, NamedTuple
 
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
-from pdkv.build_engine import build_engine
+from pdkv.assemble.engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.messages import Abort, CacheOrder, Finished, RouterToEngine, Submit
 
 NUM_STREAMS = 8

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from benchmarks.redis_server import redis_server
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.store.envelope import Check, Sealer
 from pdkv.connectors.store.options import StoreConnectorOptions

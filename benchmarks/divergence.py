@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.models import VOCAB_SIZE, find_model
-from pdkv.build_engine import build_engine
+from pdkv.assemble.engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.host.processor import instruction_set
 from pdkv.models.config import load_model_config
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.messages import EngineToRouter, Failed, Finished, HandedOff, KVHandoff, Peers, Release, Submit, Tokens
 
 AT_ONCE, OTHERS_AT_ONCE = 16, 7

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import zmq
 
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.engine_server import configure_socket
 from pdkv.wire.frames import decode_frame, encode_message, encode_raw_frame
 from pdkv.wire.messages import PROTOCOL, Failed, Finished, Hello, Ready, RouterToEngine, Submit, Tokens

@@ -62,7 +62,7 @@ def _start_elsewhere(model: Path, mode: str, cache: Path) -> Start:
 
 def start(model: Path, mode: str, cache: Path) -> Start:
     """Build an engine, and end it."""
-    from pdkv import build_engine
+    from pdkv.assemble import engine as build_engine
     from pdkv.config import EngineConfig
     from pdkv.models.config import ModelConfig
     from pdkv.models.identity import ModelSource

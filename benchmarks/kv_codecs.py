@@ -26,7 +26,7 @@ import torch
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context, show
 from benchmarks.turns import Times, in_turns
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.config import DEFAULT_MODEL
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape

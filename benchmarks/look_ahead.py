@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from benchmarks.conversations import make_turns
 from benchmarks.report import Claim, Context
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.store.look_ahead import LookAhead
 from pdkv.connectors.store.plan import StoreAhead, StoreCut
-from pdkv.engine.external import NUM_PREFETCH_REQUESTS
+from pdkv.engine.outside.external import NUM_PREFETCH_REQUESTS
 from pdkv.kv_store.host_segment import PAGE_BYTES
 from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore

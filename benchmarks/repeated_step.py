@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from pdkv.engine.graphs import Recorder
-from pdkv.engine.kv_cache import allocate_pool, make_layout
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
-from pdkv.engine.runner import ModelRunner
+from pdkv.engine.worker.graphs import Recorder
+from pdkv.engine.worker.kv_cache import allocate_pool, make_layout
+from pdkv.engine.worker.runner import ModelRunner
 from pdkv.models.decoder import Decoder
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
 

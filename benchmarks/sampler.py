@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.report import Claim, Context
 from benchmarks.turns import in_turns
-from pdkv.engine.sampling.draw import DrawParams, draw
+from pdkv.engine.worker.sampling.draw import DrawParams, draw
 from pdkv.kernels import host
 
 NUM_ROWS, VOCAB_SIZE, NUM_THREADS = 16, 128_256, 2

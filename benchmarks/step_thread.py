@@ -18,20 +18,20 @@ import msgspec
 import torch
 
 from benchmarks.report import Claim, Context
-from pdkv.build_core import build_core
+from pdkv.assemble.core import build_core
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import NO_TRANSFERS, ConnectorConfig, WorkerConnector
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl.agent import load_bindings
 from pdkv.connectors.registry import make_connector
-from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.core import EngineCore
-from pdkv.engine.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.engine.intake import prepare
+from pdkv.engine.kv.block_pool import BlockPool, Holder
 from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.errors import ConfigError
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.messages import EngineCard, EngineToRouter, HandedOff, KVLayout, Loaded, Peers, Release, Submit, Tokens
 
 T = TypeVar("T")

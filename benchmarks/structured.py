@@ -30,11 +30,11 @@ from benchmarks.models import find_model
 from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
-from pdkv.engine.sampling.logit_processors import TokenMasks, apply_masks
-from pdkv.grammar.matcher import Matcher, Words
+from pdkv.engine.worker.sampling.logit_processors import TokenMasks, apply_masks
+from pdkv.grammar.matching.matcher import Matcher, Words
+from pdkv.grammar.matching.vocabulary import Vocabulary
 from pdkv.grammar.prepare import make_grammar
-from pdkv.grammar.spec import StructuredOutputs
-from pdkv.grammar.vocabulary import Vocabulary
+from pdkv.sampling.shape import StructuredOutputs
 from pdkv.text import Tokenizer
 
 NUM_ROWS, MASK_MS = 32, 3.0

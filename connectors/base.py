@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, overload
 
 import msgspec
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.options import Options
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.step_done import StepDone
-from pdkv.options import Options
 from pdkv.wire.messages import (
     CacheAnswer,
     CacheOrder,

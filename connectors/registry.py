@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdkv.base.options import OptionTexts
+from pdkv.base.registry import Registry
 from pdkv.errors import ConfigError, UnknownConnector
-from pdkv.options import OptionTexts
-from pdkv.registry import Registry
 
 if TYPE_CHECKING:
     from pdkv.connectors.base import ConnectorConfig, KVConnector

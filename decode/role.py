@@ -4,9 +4,9 @@ import logging
 from typing import Literal
 
 from pdkv.connectors.base import TransferOutcome
-from pdkv.engine.block_pool import BlockPool
-from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import DecodeHooks, LoadCounts, SendToRouter
+from pdkv.engine.kv.block_pool import BlockPool
+from pdkv.engine.outside.external import ExternalKV
 from pdkv.engine.request import Request
 from pdkv.errors import KVNotFound
 from pdkv.wire.messages import Allocated, Loaded, Release

@@ -8,19 +8,21 @@ from typing import Protocol
 
 import msgspec
 
+from pdkv.base.log_fields import RequestName
+from pdkv.base.log_limit import LogLimit
 from pdkv.connectors.base import TransferKey, TransferOutcome
-from pdkv.engine.cache_orders import CacheOrders
-from pdkv.engine.executor import Ended, Executor
-from pdkv.engine.external import EndedSend, ExternalKV
 from pdkv.engine.grammar_wait import GrammarWait
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
 from pdkv.engine.lending import lend
-from pdkv.engine.lower_tiers import LowerTiers
+from pdkv.engine.outside.cache_orders import CacheOrders
+from pdkv.engine.outside.external import EndedSend, ExternalKV
+from pdkv.engine.outside.lower_tiers import LowerTiers
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.request import Request, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
+from pdkv.engine.worker.executor import Ended, Executor
 from pdkv.errors import (
     GrammarGivenUp,
     InvalidRequest,
@@ -31,8 +33,6 @@ from pdkv.errors import (
     RequestTimeout,
     ServerBusy,
 )
-from pdkv.log_fields import RequestName
-from pdkv.log_limit import LogLimit
 from pdkv.wire.frames import key_of
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import (

@@ -7,7 +7,7 @@ import msgspec
 from pdkv.engine.plan import StepPlan
 from pdkv.engine.request import Request
 from pdkv.errors import InvalidRequest, PdkvError
-from pdkv.grammar.spec import Grammar
+from pdkv.sampling.shape import Grammar
 from pdkv.wire.messages import RequestKey
 
 

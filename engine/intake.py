@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pdkv.block_keys import root_key
+from pdkv.base.block_keys import root_key
+from pdkv.base.service_thread import ServiceThread
 from pdkv.kernels.block_keys import as_tokens, keys_behind
-from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import EngineCard, Submit
 
 logger = logging.getLogger(__name__)

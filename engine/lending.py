@@ -3,7 +3,7 @@
 """
 
 from pdkv.engine.hooks import PrefillHooks
-from pdkv.engine.kv_cache_manager import PrefixHit
+from pdkv.engine.kv.kv_cache_manager import PrefixHit
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Scheduler
 from pdkv.errors import KVNotFound

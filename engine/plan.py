@@ -3,7 +3,7 @@
 import msgspec
 
 from pdkv.connectors.base import Cancel, KVConnectorMetadata, Stats, TransferResults
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.messages import RequestKey, TokenLogprob
 
 

@@ -3,7 +3,7 @@
 from bisect import insort_left, insort_right
 from collections import deque
 
-from pdkv.engine.kv_cache_manager import KVCacheManager
+from pdkv.engine.kv.kv_cache_manager import KVCacheManager
 from pdkv.engine.request import Request
 from pdkv.wire.messages import RequestKey
 

@@ -6,10 +6,10 @@ from sys import maxsize
 
 import msgspec
 
+from pdkv.base.log_fields import RequestName
 from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.engine.plan import NewRequest
 from pdkv.kernels.block_keys import keys_behind
-from pdkv.log_fields import RequestName
 from pdkv.wire.messages import RequestKey, SourceCounts, Submit
 
 

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pdkv.connectors.base import MatchedTokens, TransferResults
-from pdkv.engine.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
-from pdkv.engine.kv_cache_manager import KVCacheManager, PrefixHit
-from pdkv.engine.loads import Loads
+from pdkv.engine.kv.kv_cache_manager import KVCacheManager, PrefixHit
+from pdkv.engine.outside.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
+from pdkv.engine.outside.loads import Loads
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request

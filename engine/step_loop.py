@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from pdkv.engine.core import EngineCore
-from pdkv.engine.executor import Ended
 from pdkv.engine.plan import StepOutput
-from pdkv.engine.step_queue import StepQueue, StepThread
+from pdkv.engine.worker.executor import Ended
+from pdkv.engine.worker.step_queue import StepQueue, StepThread
 
 
 class StepLoop(ABC):

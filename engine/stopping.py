@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from pdkv.base.limits import MAX_ADAPTER_BYTES, check_cache_salt, clip, utf8_bytes
 from pdkv.engine.request import Request
-from pdkv.engine.sampling.checks import check_for_vocab
+from pdkv.engine.worker.sampling.checks import check_for_vocab
 from pdkv.errors import InvalidRequest
-from pdkv.limits import MAX_ADAPTER_BYTES, check_cache_salt, clip, utf8_bytes
-from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
+from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.wire.messages import FinishReason, Submit
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Format
 from pdkv.grammar.formats import text as quoted
 from pdkv.grammar.lexemes import Chars, Either, Grouping, Node, Places, Ranges, Ref, Repeat, Rules, Sequence
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.limits import clip
 
 MAX_REPEAT = 10_000
 """The largest count of a repetition."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pdkv.errors import InvalidRequest
-from pdkv.grammar.spec import Grammar, GrammarKind
+from pdkv.sampling.shape import Grammar, GrammarKind
 
 _HEADER = '%llguidance {"no_forcing": true}\n'
 """Where one text alone may follow, each way to cut it into tokens is allowed, as everywhere else."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
-from pdkv.limits import clip
 
 ANNOTATIONS = frozenset(
     {"$comment", "$schema", "title", "description", "default", "examples", "example", "deprecated", "readOnly",

@@ -6,8 +6,8 @@ The clients' dialects are JSON Schema's (ECMA 262) and Python's. Where the two d
 
 import re
 
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
-from pdkv.limits import clip
 
 MAX_PATTERN_CHARS = 16_384
 """Of one regular expression."""

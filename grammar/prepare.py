@@ -13,9 +13,9 @@ from pdkv.grammar.json_text import read_json
 from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.patterns import pattern_of
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.grammar.spec import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar, StructuredOutputs
 from pdkv.grammar.tags import read_tag
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
+from pdkv.sampling.shape import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar, StructuredOutputs
 
 
 def with_grammar(params: SamplingParams) -> SamplingParams:

@@ -11,13 +11,13 @@ from itertools import takewhile
 from typing import Any
 from urllib.parse import unquote
 
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.disjoint import are_disjoint
 from pdkv.grammar.endless import check_ends
 from pdkv.grammar.keywords import COMBINING, KEYWORDS_OF, OF_VALUES, check_keywords, pointer, refuse
 from pdkv.grammar.patterns import FORMATS, pattern_of, whole
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.limits import clip
 
 MAX_SCHEMAS = 20_000
 """Schemas in one, those counted again that are made in two ways."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.ebnf import ebnf
 from pdkv.grammar.formats import (
@@ -26,7 +27,6 @@ from pdkv.grammar.keywords import pointer
 from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.patterns import pattern_of
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.limits import clip
 
 MAX_DEPTH = 32
 """Of formats in each other."""

@@ -1,6 +1,7 @@
 """Block keys of many tokens at once: compiled (block_keys.c) where a compiler was at hand.
 
-Elsewhere hashlib makes the keys, with the same result (pdkv.block_keys.extend_keys). Compiled, it releases the GIL.
+Elsewhere hashlib makes the keys, with the same result (pdkv.base.block_keys.extend_keys).
+Compiled, it releases the GIL.
 """
 
 import ctypes
@@ -10,7 +11,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.block_keys import extend_keys
+from pdkv.base.block_keys import extend_keys
 from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 from pdkv.kernels.int_lists import int32_array
 

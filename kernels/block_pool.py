@@ -1,4 +1,4 @@
-"""Holders of many KV blocks at once, compiled (block_pool.c) where a compiler was at hand; see engine/block_pool.py."""
+"""Holders of many KV blocks at once, compiled (block_pool.c) where a compiler was at hand (engine/kv/block_pool.py)."""
 
 import ctypes
 from enum import IntEnum

@@ -1,4 +1,4 @@
-"""The draw of a token from each row of logits in Triton, with the tokens of engine/sampling/draw.py to the bit.
+"""The draw of a token from each row of logits in Triton, with the tokens of engine/worker/sampling/draw.py to the bit.
 
 Every number is made by the same float64 operations, each rounded (no multiply-add as one instruction), and every sum is
 exact. Where the filters cut is found by bisection over the values that a float32 can have. The host never waits.
@@ -237,7 +237,7 @@ def _choose_kernel(
 
 
 def draw_triton(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-    """One token per row, (n,) int64, as `draw` in engine/sampling/draw.py says; nothing is copied to the host.
+    """One token per row, (n,) int64, as `draw` in engine/worker/sampling/draw.py says; nothing is copied to the host.
 
     Args:
         logits: (n, vocab) float32, bfloat16 or float16, rows contiguous; left as they are.

@@ -107,7 +107,7 @@ def mask(args: MaskArgs) -> None:
 
 
 def draw(args: DrawArgs) -> None:
-    """Draw a token from each row of logits, as engine/sampling/draw.py says; pointers must stay valid meanwhile.
+    """Draw a token from each row of logits, as engine/worker/sampling/draw.py says; pointers must stay valid meanwhile.
 
     Raises:
         MemoryError: no room for the rows that are worked on.

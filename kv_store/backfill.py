@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.log_limit import LogLimit
+from pdkv.base.service_thread import ServiceThread
 from pdkv.errors import StoreError, StoreTimeout
 from pdkv.kv_store.base import Item, KVStore, Sized
 from pdkv.kv_store.recent_keys import RecentKeys
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import Tier, WritePolicy
-from pdkv.log_limit import LogLimit
-from pdkv.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.errors import StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import PART_BYTES, Buffer
 

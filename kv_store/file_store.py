@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from pdkv.clock import MONOTONIC, Clock, unix_time_ns
+from pdkv.base.clock import MONOTONIC, Clock, unix_time_ns
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.kv_store.base import Arrived, Buffer, Scattered, ScatteringStore

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pdkv.clock import unix_time
+from pdkv.base.clock import unix_time
 from pdkv.errors import StoreUnavailable
 from pdkv.host.fence import fence
 from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered

@@ -22,7 +22,8 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from pdkv.clock import MONOTONIC, Clock, unix_time, unix_time_ns
+from pdkv.base.clock import MONOTONIC, Clock, unix_time, unix_time_ns
+from pdkv.base.log_limit import LogLimit
 from pdkv.errors import ConfigError, StoreUnable, StoreUnavailable
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
@@ -32,7 +33,6 @@ from pdkv.kv_store.host_segment import MIN_BYTES, PAGE_BYTES, Found, Key, Segmen
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.terms import NO_TERMS, Terms
-from pdkv.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.errors import StoreFull
 from pdkv.host.fence import fence
 from pdkv.kv_store.base import Buffer, Held, Sized

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.errors import StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer
 from pdkv.kv_store.connections import Channel, Deadline

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.clock import unix_time
+from pdkv.base.clock import unix_time
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.terms import NO_TERMS, Ledger, Terms

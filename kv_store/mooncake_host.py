@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.errors import StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.connections import Channel, Deadline

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.errors import ConfigError, StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store import mooncake_process as mooncake
 from pdkv.kv_store.base import PART_BYTES, Arrived, Buffer, TellingStore

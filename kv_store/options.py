@@ -2,8 +2,8 @@
 
 from typing import Literal
 
+from pdkv.base.options import Options, option, seconds
 from pdkv.kv_store.tier import WritePolicy
-from pdkv.options import Options, option, seconds
 
 BYTES_IN_FLIGHT = 8 << 20
 TTL_MAX_S = 1e9

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 
 
 class ReadTime(NamedTuple):

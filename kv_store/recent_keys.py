@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from math import inf
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 
 _NUM_SLOTS = 1 << 16  # 1 MiB
 

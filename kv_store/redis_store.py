@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pdkv.clock import MONOTONIC, Clock, unix_time
+from pdkv.base.clock import MONOTONIC, Clock, unix_time
 from pdkv.errors import ConfigError, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer, Item
 from pdkv.kv_store.connections import Channel, Deadline

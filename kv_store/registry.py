@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.options import OptionTexts
+from pdkv.base.secret_options import without_secrets
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.options import StoreOptions
-from pdkv.options import OptionTexts
-from pdkv.secret_options import without_secrets
 
 _NEXT_URL = re.compile(r",(?=[a-z][a-z0-9+]*://)")  # a path may have commas of its own
 _TIER_OPTIONS = frozenset({"retry_after_s", "write"})

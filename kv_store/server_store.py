@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.kv_store.base import TellingStore
 from pdkv.kv_store.connections import Channel, ConnectionPool, Deadline
 from pdkv.kv_store.options import BYTES_IN_FLIGHT, StoreOptions

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Literal
 
-from pdkv.clock import Clock
+from pdkv.base.clock import Clock
 from pdkv.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Item, KVStore
 from pdkv.kv_store.read_meter import ReadMeter

@@ -5,11 +5,11 @@ import threading
 from collections.abc import Callable, Sequence
 from math import inf
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.service_thread import ServiceThread
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import PROBE_KEY
 from pdkv.kv_store.tier import CallKind, Tier
-from pdkv.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.errors import StoreError, StoreUnavailable
 from pdkv.kv_store.backfill import Backfill
 from pdkv.kv_store.base import (

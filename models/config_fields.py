@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pdkv.base.limits import clip
 from pdkv.errors import ModelError
-from pdkv.limits import clip
 
 
 def _names(text: str) -> frozenset[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdkv.clock import unix_time
+from pdkv.base.clock import unix_time
 from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.host.file_lock import FileLock
 from pdkv.host.private_directory import PrivateDirectory

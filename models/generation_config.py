@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.models.json_fields import Fields, read_json
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

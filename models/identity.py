@@ -19,13 +19,13 @@ from typing import Any, Self
 
 import xxhash
 
+from pdkv.base.service_thread import ServiceThread
 from pdkv.errors import ModelError
 from pdkv.host.file_lock import FileLock
 from pdkv.models.config import ModelConfig
 from pdkv.models.digest_cache import DigestCache
 from pdkv.models.json_fields import read_json
 from pdkv.models.weight_files import StoredTensor, WeightFile, WeightFiles
-from pdkv.service_thread import ServiceThread
 
 KV_FORMAT_VERSION = 1
 """To be raised when the same model, tokens and layout give other KV bytes than before."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.kernels.streams import streams_of
 from pdkv.models.parallel import DeviceRanks, TensorParallel
 from pdkv.models.shard import Shard

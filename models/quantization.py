@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pdkv.base.limits import clip
 from pdkv.errors import ModelError
-from pdkv.limits import clip
 
 Method = Literal["scaled", "packed", "gptq", "awq"]
 

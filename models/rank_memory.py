@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import ConfigError, RankError, RankGone, RankTimeout
 from pdkv.models.shard import Shard
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from pdkv.base.limits import clip
 from pdkv.errors import ModelError
-from pdkv.limits import clip
 from pdkv.models.json_fields import Fields
 
 _QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdkv.connectors.base import BlockTables, TransferKey
-from pdkv.engine.block_pool import BlockPool, Holder
+from pdkv.engine.kv.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request, held_blocks
 
 

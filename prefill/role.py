@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
-from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import PrefillHooks, SendToRouter
+from pdkv.engine.outside.external import ExternalKV
 from pdkv.engine.request import Request
 from pdkv.errors import KVNotFound, TransferTimeout
 from pdkv.prefill.leases import Lease, LeaseTable

@@ -8,7 +8,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Mapping
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 
 PERIOD_S = 10.0
 

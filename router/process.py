@@ -17,7 +17,7 @@ import uvicorn
 import zmq
 from starlette.types import ASGIApp
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.config import HttpLimits, RouterConfig
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
@@ -27,19 +27,19 @@ from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.engines.address import EngineAddress
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
-from pdkv.router.engines.operations import Operations
 from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
-from pdkv.router.http.admin import create_admin_app
+from pdkv.router.generations.operations import Operations
 from pdkv.router.http.app import body_budget, create_app
-from pdkv.router.http.budget import ByteBudget
-from pdkv.router.http.certificates import Tls
-from pdkv.router.http.connections import Connections, connection_limit
-from pdkv.router.http.drain import Drain
-from pdkv.router.http.limits import LimitedProtocol
-from pdkv.router.http.tls import TlsGate
-from pdkv.router.http.turnstile import Turnstile
-from pdkv.router.observability.instruments import Instruments, make_instruments
+from pdkv.router.http.pages.admin import create_admin_app
+from pdkv.router.http.server.budget import ByteBudget
+from pdkv.router.http.server.certificates import Tls
+from pdkv.router.http.server.connections import Connections, connection_limit
+from pdkv.router.http.server.drain import Drain
+from pdkv.router.http.server.protocol import LimitedProtocol
+from pdkv.router.http.server.tls import TlsGate
+from pdkv.router.http.server.turnstile import Turnstile
+from pdkv.router.metrics.instruments import Instruments, make_instruments
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.text import Tokenizer
 from pdkv.wire.cluster_key import ClusterKey

@@ -71,5 +71,5 @@ def test_the_pages_are_found_and_their_paths_recognized() -> None:
     """So that the tests above do not pass because they look at nothing."""
     paths = {path for page in PAGES for path in named_paths(page)}
     assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/glossary.md"} <= set(IDS)
-    assert {"connectors/base.py", "engine/attention/", "src/pdkv/wire/messages.py"} <= paths
+    assert {"connectors/base.py", "engine/worker/attention/", "src/pdkv/wire/messages.py"} <= paths
     assert len(paths) > 150

@@ -16,7 +16,7 @@ from benchmarks.gpu.kernels import FULL, SMOKE, Bench
 from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim
 from benchmarks.turns import Times, in_turns
-from pdkv.engine.graphs import decode_sizes, make_recorder
+from pdkv.engine.worker.graphs import decode_sizes, make_recorder
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.decoder import Decoder
 from pdkv.models.loader import Loader

@@ -11,7 +11,7 @@ from benchmarks.gpu.against_transformers import MEAN_DIFFERENCE, Differences, di
 from benchmarks.report import Claim
 from pdkv import LLM, SamplingParams
 from pdkv.config import DEFAULT_MODEL
-from pdkv.llm import RequestOutput
+from pdkv.offline.llm import RequestOutput
 
 MARGIN = 1e-4
 """Between the two best logprobs: where they are closer, either token is right."""

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, TableShape
 from pdkv.connectors.arena.device_pool import DevicePoolAddress, ExportedPool, PoolDevice
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
@@ -26,7 +27,6 @@ from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import ConfigError, IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch, TransferError
 from pdkv.host.host_id import host_id
 from pdkv.host.process_info import process_start_time
-from pdkv.service_thread import ServiceThread
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import EngineCard, KVLayout
 

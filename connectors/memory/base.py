@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
+from pdkv.base.options import Options, option, seconds
 from pdkv.connectors.base import (
     ConnectorConfig,
     Direction,
@@ -20,7 +21,6 @@ from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation
 from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.stats import stats_of_transfer
 from pdkv.errors import ConfigError, IncompatiblePeers
-from pdkv.options import Options, option, seconds
 from pdkv.wire.messages import ConnectorStats, EngineCard
 
 

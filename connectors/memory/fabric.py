@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.block_table import BlockTable
 from pdkv.errors import PeerGone, StaleEpoch
 

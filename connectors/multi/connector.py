@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
+from pdkv.base.options import Options, OptionTexts, option
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
@@ -29,7 +30,6 @@ from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import load_connector
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.errors import ConfigError
-from pdkv.options import Options, OptionTexts, option
 from pdkv.wire.messages import ConnectorKind, Order
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import MONOTONIC
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.clock import MONOTONIC
+from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.arena.memory import NUM_WORDS, Arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import LEAVE_S, NOTHING, Memory, NixlAgent, may_land_late
@@ -29,7 +30,6 @@ from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferError, Transfe
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
 from pdkv.kernels.streams import streams_of
-from pdkv.service_thread import ServiceThread
 
 if TYPE_CHECKING:
     import torch

@@ -14,6 +14,7 @@ from functools import partial
 from threading import Event
 from typing import NamedTuple
 
+from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused, Reset
 from pdkv.connectors.step_done import ON_HOST, StepDone
@@ -22,7 +23,6 @@ from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import KVNotFound, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
-from pdkv.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 

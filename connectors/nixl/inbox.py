@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.nixl.agent import Message
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import RankBlob, Wire, decode

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from pdkv.base.options import MAX_THREADS, Options, option, seconds
 from pdkv.connectors.nixl.wire import PATHS, Mode, Path
 from pdkv.connectors.transfer.lanes import LaneConfig
 from pdkv.connectors.transfer.small_pieces import Gate
-from pdkv.options import MAX_THREADS, Options, option, seconds
 
 
 class NixlOptions(Options):

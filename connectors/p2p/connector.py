@@ -7,7 +7,7 @@ find each other by the addresses in their cards.
 from collections.abc import Callable
 from typing import ClassVar
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers
 from pdkv.connectors.p2p.wire import FRAMES_VERSION

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.p2p.sockets import listen

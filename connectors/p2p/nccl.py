@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.p2p.wire import Control, Put
 from pdkv.connectors.transfer.units import COPY_TIMEOUT_S
 from pdkv.errors import PeerGone, TransferError, TransferTimeout

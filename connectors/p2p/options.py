@@ -2,10 +2,10 @@
 
 from typing import Literal
 
+from pdkv.base.options import Options, option, seconds
 from pdkv.connectors.p2p.wire import Address, read_address
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.errors import IncompatiblePeers, MalformedMessage, TransferError
-from pdkv.options import Options, option, seconds
 from pdkv.wire.messages import EngineCard
 
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers

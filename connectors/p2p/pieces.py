@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.p2p.sockets import NO_PIPE, Connection, Rows, stream_rows
 from pdkv.connectors.p2p.wire import Offer
 from pdkv.connectors.peer.push_worker import Incoming, PushPiece, piece_ids, range_of

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import PeerGone, TransferTimeout
 from pdkv.kernels.stream import StreamArgs, stream
 

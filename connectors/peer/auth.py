@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import MalformedMessage, PeerGone, TransferTimeout, Unauthenticated
 from pdkv.wire.decoding import decode_total
 

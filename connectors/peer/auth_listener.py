@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.peer.auth import Acceptor, Session
 from pdkv.errors import Unauthenticated
 from pdkv.host.strangers import who_makes_room
-from pdkv.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 

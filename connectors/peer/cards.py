@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.transfer.planning import check_ranks, rank_heads
 from pdkv.errors import IncompatiblePeers, MalformedMessage, PdkvError, PeerGone, StaleEpoch

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.peer.pull_piece import PullPiece
 from pdkv.connectors.transfer.digest import Tokens

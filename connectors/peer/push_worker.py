@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey
 from pdkv.connectors.peer.cards import Incarnation
 from pdkv.connectors.peer.checksums import Checksums

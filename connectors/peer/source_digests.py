@@ -12,6 +12,7 @@ from threading import Event
 import msgspec
 import numpy as np
 
+from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.base import BlockTables, SchedulerView
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.checksums import is_checked
@@ -20,7 +21,6 @@ from pdkv.connectors.transfer.digest import PoolDigests, Tokens, cut_tokens, uni
 from pdkv.connectors.transfer.digest_table import DigestTable
 from pdkv.connectors.transfer.planning import IdBytes, Ids, as_ids
 from pdkv.errors import TransferTimeout
-from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import ChecksumMode
 
 logger = logging.getLogger(__name__)

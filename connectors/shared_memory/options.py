@@ -1,6 +1,6 @@
 """What --connector-config of `shared_memory` may hold."""
 
-from pdkv.options import MAX_THREADS, Options, option, seconds
+from pdkv.base.options import MAX_THREADS, Options, option, seconds
 
 
 class SharedMemoryOptions(Options):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import SharedBlockTable, Words, key_words
 from pdkv.connectors.arena.memory import PeerArena
 from pdkv.connectors.arena.peers import PeerArenas

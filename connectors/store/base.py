@@ -8,8 +8,9 @@ store gives back is verified before anybody uses it (envelope.py): a store need 
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import unix_time
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.clock import unix_time
+from pdkv.base.options import option
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
@@ -31,7 +32,6 @@ from pdkv.errors import StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.codecs.base import Codec
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.options import option
 from pdkv.wire.messages import ConnectorKind
 
 LAYERWISE_GROUPS = 4

@@ -8,7 +8,7 @@ it looks again which values are there before it removes them, and copies nothing
 from collections.abc import Callable, Sequence
 from itertools import compress
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.store.pieces import Slot
 from pdkv.connectors.store.plan import Value
 from pdkv.connectors.store.values import SealedValues

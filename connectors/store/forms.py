@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.pieces import Piece
 from pdkv.connectors.transfer.units import UnitPart, UnitPool

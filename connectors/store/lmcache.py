@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.options import option, seconds
 from pdkv.connectors.base import (
     ASK_AGAIN,
     BlockTables,
@@ -38,7 +39,6 @@ from pdkv.kv_store.base import Buffer, KVStore, Scattered
 from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
 from pdkv.kv_store.lmcache_chunks import DTYPES, ChunkForm, LMCacheChunks
 from pdkv.kv_store.options import StoreOptions
-from pdkv.options import option, seconds
 from pdkv.wire.messages import CacheOrder
 
 

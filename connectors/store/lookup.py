@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import compress, product
 from math import inf
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.service_thread import ServiceThread
 from pdkv.errors import StoreError, TransferError
 from pdkv.kv_store.base import PROBE_KEY, KVStore
-from pdkv.service_thread import ServiceThread
 from pdkv.wire.messages import ConnectorStats
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,11 @@
 """--connector-config that all store connectors have."""
 
+from pdkv.base.options import MAX_THREADS, Options, option, seconds
 from pdkv.connectors.base import LoadMode
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.codecs.base import Codec
 from pdkv.kv_store.codecs.registry import make_codec
-from pdkv.options import MAX_THREADS, Options, option, seconds
 
 
 class StoreConnectorOptions(Options):

@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 import msgspec
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
 from pdkv.connectors.store.between_tiers import BetweenTiers
 from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
-from pdkv.service_thread import ServiceThread
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, ConnectorStats, TierAnswer
 

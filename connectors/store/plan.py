@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey
 from pdkv.connectors.peer.group_entries import entries_to_load
 from pdkv.connectors.store import envelope

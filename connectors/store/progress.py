@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.store.plan import StoreLoad, Value
 from pdkv.errors import KVNotFound, TransferTimeout
 

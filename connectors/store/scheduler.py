@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import unix_time
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.clock import unix_time
 from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,

@@ -1,9 +1,9 @@
 """The `shared_storage` connector: safetensors files in a directory that all engines see."""
 
+from pdkv.base.options import option
 from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.options import StoreOptions
-from pdkv.options import option
 
 
 def _absolute(path: str) -> str:

@@ -3,9 +3,9 @@
 import os
 import stat
 
+from pdkv.base.secret_options import STORE_SIGN_KEY
 from pdkv.connectors.store.envelope import Sealer
 from pdkv.errors import ConfigError
-from pdkv.secret_options import STORE_SIGN_KEY
 
 MIN_BYTES, MAX_BYTES = 16, 4096
 

@@ -4,12 +4,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.options import option, options_of
 from pdkv.connectors.base import Requirement
 from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.registry import plan_store
-from pdkv.options import option, options_of
 
 
 class StoreUrlOptions(StoreConnectorOptions, StoreOptions):

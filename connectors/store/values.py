@@ -7,14 +7,14 @@ from functools import partial
 from itertools import compress
 from typing import Literal, NamedTuple
 
-from pdkv.clock import unix_time
+from pdkv.base.clock import unix_time
+from pdkv.base.log_limit import LogLimit
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
 from pdkv.connectors.store.pieces import Slot
 from pdkv.errors import KVCorrupted, StoreError
 from pdkv.kv_store.base import Arrived, KVStore, Scattered, TermsOf, put_all
 from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.kv_store.terms import NO_TERMS, Terms
-from pdkv.log_limit import LogLimit
 from pdkv.wire.messages import KVTerms
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from zlib import crc32
 
 import msgspec
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.log_limit import LogLimit
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnectorMetadata,
@@ -47,7 +48,6 @@ from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
-from pdkv.log_limit import LogLimit
 from pdkv.wire.messages import ConnectorStats, KVTerms
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pdkv.clock import Clock
+from pdkv.base.clock import Clock
 from pdkv.connectors.base import Direction, TransferKey
 from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane
 from pdkv.errors import TransferCancelled, TransferTimeout

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.transfer.planning import Bytes, Ids
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import TransferError

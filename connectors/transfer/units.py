@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids
 from pdkv.errors import TransferTimeout

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.base import (
     NO_TRANSFERS,
     Direction,

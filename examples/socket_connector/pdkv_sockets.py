@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import numpy as np
 
+from pdkv.base.options import Options, seconds
 from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.peer.cards import PeerCards
@@ -26,7 +27,6 @@ from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import Bytes, UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import PeerGone, TransferTimeout
-from pdkv.options import Options, seconds
 from pdkv.wire.messages import ConnectorKind
 
 if TYPE_CHECKING:

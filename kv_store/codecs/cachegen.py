@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.errors import KVCorrupted, KVNotCodable
 from pdkv.kernels import cachegen
 from pdkv.kernels.cachegen import Parts, Shape

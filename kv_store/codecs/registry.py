@@ -1,7 +1,7 @@
 """Codecs by name. A codec's module is imported when it is used."""
 
+from pdkv.base.registry import Registry
 from pdkv.kv_store.codecs.base import Codec
-from pdkv.registry import Registry
 
 CODECS: Registry[Codec] = Registry(
     "codec",

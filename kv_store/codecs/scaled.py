@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 import numpy as np
 import torch
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.errors import KVCorrupted, KVNotCodable
 from pdkv.kv_store.codecs.base import HEADER_BYTES, Bytes, Codec, PartShape
 

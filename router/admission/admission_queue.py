@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import MONOTONIC
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.clock import MONOTONIC
 from pdkv.config import AdmissionConfig
 from pdkv.errors import Draining, PdkvError, RequestAborted, RequestTimeout, TooManyRequests
 from pdkv.router.admission.fair_queue import FairQueue, Turns, Waiting
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
 from pdkv.router.engines.books import EXPECTED_OUTPUT, expected_output
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.router.request import GenerateRequest
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher, Generation

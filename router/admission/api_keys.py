@@ -18,9 +18,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
+from pdkv.base.options import parse_size
 from pdkv.errors import ConfigError, Unauthorized
-from pdkv.options import parse_size
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
 from pdkv.wire.messages import MAX_KV_QUOTA_BYTES, MAX_KV_TTL_S, KVTerms
 

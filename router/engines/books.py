@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.router.request import GenerateRequest
 
 EXPECTED_OUTPUT = 256
 """Output tokens that a request is taken to come to where it allows more: few use up what they may."""

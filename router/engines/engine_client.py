@@ -12,8 +12,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pdkv.base.log_limit import LogLimit
 from pdkv.errors import MalformedMessage
-from pdkv.log_limit import LogLimit
 from pdkv.router.engines.beats import BeatReader, beats_endpoint
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import configure_socket

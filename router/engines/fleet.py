@@ -11,10 +11,10 @@ import msgspec
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import Books
 from pdkv.router.engines.breakers import Breaker, PairBreakers, common_sides
+from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.health import EngineHealth
-from pdkv.router.generations.request import Route
-from pdkv.router.routing.policies import EngineView, Side
-from pdkv.router.routing.reuse import Speeds
+from pdkv.router.engines.speeds import Speeds
+from pdkv.router.request import Route
 from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
 from pdkv.wire.refusal_note import RefusalNote
 

@@ -13,29 +13,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
+from pdkv.base.version import VERSION
 from pdkv.config import HealthConfig, RecoveryConfig, ReuseConfig
 from pdkv.errors import EngineGivenUp, EngineUnavailable, NoEngine
-from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.books import kv_tokens
+from pdkv.router.engines.candidate import Side
+from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.fleet import ORDERS, Counters, EngineSnapshot, Fleet
 from pdkv.router.engines.health import TICK_S, HealthSnapshot, log_suspects
-from pdkv.router.engines.moves import Mover
-from pdkv.router.engines.probes import Prober, probe_request
-from pdkv.router.engines.views import describe_engine, describe_fleet, snapshot_engines, snapshot_health
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.listener import Listener
+from pdkv.router.generations.moves import Mover
 from pdkv.router.generations.placement import Placement
+from pdkv.router.generations.probes import Prober, probe_request
 from pdkv.router.generations.recovery import Recovery
-from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
+from pdkv.router.generations.views import describe_engine, describe_fleet, snapshot_engines, snapshot_health
+from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
-from pdkv.router.routing.policies import DEFAULT_POLICY, Side
+from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import SIDES, RouteChooser
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.version import VERSION
 from pdkv.wire.messages import Order
 from pdkv.wire.refusal_note import RefusalNote
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from pdkv.base.log_limit import LogLimit
 from pdkv.errors import (
     EngineGivenUp,
     GrammarGivenUp,
@@ -20,12 +21,10 @@ from pdkv.errors import (
     TransferTimeout,
     UnsendableMessage,
 )
-from pdkv.log_limit import LogLimit
-from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.books import kv_tokens
+from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.fleet import Counters, Fleet
-from pdkv.router.engines.probes import Prober
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow, Sends
@@ -34,6 +33,7 @@ from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.given_up_grammars import GivenUpGrammars
 from pdkv.router.generations.loan import LOAN_TIMEOUT_S
 from pdkv.router.generations.placement import Placement
+from pdkv.router.generations.probes import Prober
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.generations.request_log import RequestLog
 from pdkv.router.generations.timeline import Delays

@@ -19,8 +19,8 @@ from pdkv.errors import (
     RequestTimeout,
 )
 from pdkv.router.generations.flow_state import FlowMessage, FlowState, LenderMessage
-from pdkv.router.generations.request import NOWHERE, Route
 from pdkv.router.generations.submits import make_submit
+from pdkv.router.request import NOWHERE, Route
 from pdkv.wire.failures import error_of
 from pdkv.wire.messages import (
     Abort,

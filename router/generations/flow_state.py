@@ -2,11 +2,11 @@
 
 from typing import Literal
 
+from pdkv.base.log_fields import RequestName
 from pdkv.errors import PdkvError
-from pdkv.log_fields import RequestName
 from pdkv.router.generations.loan import Loan, LoanKey
 from pdkv.router.generations.output import Output
-from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
+from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.wire.messages import (
     Allocated,
     Failed,

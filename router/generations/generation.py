@@ -7,8 +7,8 @@ from pdkv.router.engines.books import Entry, kv_tokens
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.generations.failure_record import FailureRecord
 from pdkv.router.generations.flow import RequestFlow, Sends
-from pdkv.router.generations.request import Delta
 from pdkv.router.generations.timeline import Timeline
+from pdkv.router.request import Delta
 from pdkv.wire.messages import SourceCounts
 
 

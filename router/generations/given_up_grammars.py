@@ -1,7 +1,7 @@
 """Grammars that engines gave up, since they cost too much, are refused by their digest before any engine is asked."""
 
 from pdkv.errors import GrammarGivenUp
-from pdkv.grammar.spec import Grammar
+from pdkv.sampling.shape import Grammar
 
 REFUSED_S, MAX_GIVEN_UP = 60.0, 1024
 """How long a grammar that was given up is refused, and how many are remembered: the latest."""

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from pdkv.errors import IncompatiblePeers, PeerGone
-from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.cache_orders import CacheOrders
+from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.fleet import Counters, Fleet
-from pdkv.router.engines.probes import Prober
 from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.placement import Placement
+from pdkv.router.generations.probes import Prober
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
 from pdkv.router.routing.tier_index import TierIndex

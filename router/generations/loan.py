@@ -4,8 +4,8 @@ returned when that has it, or goes on without (docs/kv-hierarchy.md).
 
 from typing import Literal, NamedTuple
 
-from pdkv.router.generations.request import GenerateRequest, Offer, Route
-from pdkv.sampling_params import SamplingParams
+from pdkv.router.request import GenerateRequest, Offer, Route
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import HandedOff, KVHandoff, KVTicket, Release, RouterToEngine, Submit
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdkv.router.generations.request import Delta, GenerateRequest
+from pdkv.router.request import Delta, GenerateRequest
 from pdkv.wire.messages import FinishReason, PromptLogprobs, TokenLogprob, Tokens
 
 MAX_TAKEN = 512

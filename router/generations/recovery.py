@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 from pdkv.config import RecoveryConfig
 from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError
+from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.trials import Trials
-from pdkv.router.routing.policies import Side
 from pdkv.wire.messages import RequestKey
 
 logger = logging.getLogger(__name__)

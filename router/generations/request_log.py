@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from pdkv.base.trace_context import trace_id_of
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.timeline import Leg, Timeline, Transfer
-from pdkv.trace_context import trace_id_of
 
 NUM_ENDED = 512
 """Generations that have ended and are still known."""

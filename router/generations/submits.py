@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.router.request import GenerateRequest
 from pdkv.wire.messages import MAX_TIMEOUT_S, KVHandoff, Submit
 
 

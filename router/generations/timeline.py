@@ -9,7 +9,7 @@ from typing import Literal
 
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.flow_state import FlowMessage
-from pdkv.router.observability.histogram import Histogram, bounds
+from pdkv.router.histogram import Histogram, bounds
 from pdkv.wire.messages import Failed, Finished, HandedOff, Loaded, Submit, Tokens
 
 MAX_LEGS = 64

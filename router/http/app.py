@@ -15,40 +15,40 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pdkv import __version__
+from pdkv.base.limits import clip
 from pdkv.config import AccessConfig, HttpApi, HttpLimits
-from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
 from pdkv.parsers.registry import find_reasoning_parser, find_tool_parser
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
-from pdkv.router.engines.operations import Operations
-from pdkv.router.http.access_log import AccessLogged
-from pdkv.router.http.admin import admin_routes
-from pdkv.router.http.auth import Authenticate, PlainPaths
-from pdkv.router.http.budget import ByteBudget
-from pdkv.router.http.cache_pages import CachePages
-from pdkv.router.http.completions import WholeCompletion
-from pdkv.router.http.decoding import CHAT, COMPLETION
-from pdkv.router.http.docs_page import docs_routes
-from pdkv.router.http.drain import Drain
+from pdkv.router.generations.operations import Operations
+from pdkv.router.http.answer.completions import WholeCompletion
+from pdkv.router.http.answer.replies import ReplyForms
+from pdkv.router.http.answer.sse import ChunkEncoder
 from pdkv.router.http.endpoint import GenerateEndpoint, Prepare
-from pdkv.router.http.held_metrics import held_metrics
-from pdkv.router.http.intake import Intake
-from pdkv.router.http.key_metrics import key_metrics
-from pdkv.router.http.metrics import Endpoint, Metrics
-from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
-from pdkv.router.http.openapi import openapi
-from pdkv.router.http.replies import ReplyForms
-from pdkv.router.http.responses import error_body, json_response
+from pdkv.router.http.pages.admin import admin_routes
+from pdkv.router.http.pages.cache_pages import CachePages
+from pdkv.router.http.pages.docs_page import docs_routes
+from pdkv.router.http.pages.openapi import openapi
+from pdkv.router.http.pages.status_pages import StatusPages
+from pdkv.router.http.pages.tokenize import TextEndpoint, detokenize, tokenize
+from pdkv.router.http.read.decoding import CHAT, COMPLETION
+from pdkv.router.http.read.intake import Intake
+from pdkv.router.http.read.job import Job, prepare_chat, prepare_completion
+from pdkv.router.http.read.served_model import Cancelled, ServedModel
+from pdkv.router.http.read.text_pool import TextPool
 from pdkv.router.http.responses_api.prepare import RESPONSES, prepare_responses
 from pdkv.router.http.responses_api.replies import ResponseEvents, WholeResponse
-from pdkv.router.http.served_model import Cancelled, ServedModel
-from pdkv.router.http.sse import ChunkEncoder
-from pdkv.router.http.status_pages import StatusPages
-from pdkv.router.http.text_pool import TextPool
-from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
-from pdkv.router.http.unwound import Deferred, Unwound
-from pdkv.router.observability.instruments import NO_INSTRUMENTS, Instruments
+from pdkv.router.http.server.access_log import AccessLogged
+from pdkv.router.http.server.auth import Authenticate, PlainPaths
+from pdkv.router.http.server.budget import ByteBudget
+from pdkv.router.http.server.drain import Drain
+from pdkv.router.http.server.errors import error_body, json_response
+from pdkv.router.http.server.unwound import Deferred, Unwound
+from pdkv.router.metrics.held import held_metrics
+from pdkv.router.metrics.instruments import NO_INSTRUMENTS, Instruments
+from pdkv.router.metrics.keys import key_metrics
+from pdkv.router.metrics.requests import Endpoint, Metrics
 from pdkv.text import Tokenizer
 
 if TYPE_CHECKING:

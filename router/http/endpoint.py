@@ -13,28 +13,28 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from pdkv.base.limits import clip
+from pdkv.base.trace_context import TraceContext, new_trace, parse_traceparent
 from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
-from pdkv.limits import clip
 from pdkv.router.admission.admission_queue import Admission, Visit
 from pdkv.router.admission.tenants import TENANT, payer
-from pdkv.router.http.access_log import log_access, wants_access_lines
-from pdkv.router.http.budget import ByteBudget
-from pdkv.router.http.deadline import Deadline
-from pdkv.router.http.exchange import Exchange
-from pdkv.router.http.fanout import Fanout
-from pdkv.router.http.intake import Intake
-from pdkv.router.http.metrics import Endpoint, Metrics, RequestMetrics
-from pdkv.router.http.openai import Job
-from pdkv.router.http.replies import ReplyForms, bytes_per_token, send_reply
-from pdkv.router.http.request_body import Disconnected
-from pdkv.router.http.request_report import RequestReport
-from pdkv.router.http.responses import error_status
-from pdkv.router.http.served_model import Cancelled, ServedModel
-from pdkv.router.http.text_pool import TextPool
-from pdkv.router.http.unwound import body_send
-from pdkv.router.observability.tracing import Tracer
-from pdkv.trace_context import TraceContext, new_trace, parse_traceparent
+from pdkv.router.http.answer.exchange import Exchange
+from pdkv.router.http.answer.fanout import Fanout
+from pdkv.router.http.answer.replies import ReplyForms, bytes_per_token, send_reply
+from pdkv.router.http.answer.request_report import RequestReport
+from pdkv.router.http.read.intake import Intake
+from pdkv.router.http.read.job import Job
+from pdkv.router.http.read.served_model import Cancelled, ServedModel
+from pdkv.router.http.read.text_pool import TextPool
+from pdkv.router.http.server.access_log import log_access, wants_access_lines
+from pdkv.router.http.server.budget import ByteBudget
+from pdkv.router.http.server.deadline import Deadline
+from pdkv.router.http.server.errors import error_status
+from pdkv.router.http.server.request_body import Disconnected
+from pdkv.router.http.server.unwound import body_send
+from pdkv.router.metrics.requests import Endpoint, Metrics, RequestMetrics
+from pdkv.router.metrics.tracing import Tracer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

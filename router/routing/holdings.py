@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 
-from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
+from pdkv.base.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.config import Reuse
 from pdkv.router.engines.fleet import Fleet
-from pdkv.router.generations.request import GenerateRequest, Offer
+from pdkv.router.engines.speeds import Costs, saved_tokens
+from pdkv.router.request import GenerateRequest, Offer
 from pdkv.router.routing.prefix_index import PrefixIndex
-from pdkv.router.routing.reuse import Costs, saved_tokens
 from pdkv.router.routing.tier_index import Reach, TierIndex
 from pdkv.wire.messages import EngineCard
 

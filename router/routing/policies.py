@@ -6,19 +6,11 @@ chosen one by one: decode may be bound long after prefill.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from pdkv.base.options import did_you_mean
 from pdkv.errors import ConfigError
-from pdkv.options import did_you_mean
-
-Side = Literal["prefill", "decode"]
-
-
-class EngineView(NamedTuple):
-    """One candidate."""
-
-    name: str
-    load: int  # tokens: prefill: of prompts, to be computed; decode: of KV that its requests hold or will hold
+from pdkv.router.engines.candidate import EngineView
 
 
 class Snapshot(NamedTuple):

@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents, KVLayout
 
 SLICE_KEYS = 2048

@@ -8,10 +8,11 @@ import xxhash
 
 from pdkv.config import LocalTurns
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
+from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.fleet import Fleet
-from pdkv.router.generations.request import Offer, Route
+from pdkv.router.request import Offer, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
-from pdkv.router.routing.policies import EngineView, Side, Snapshot, find_policy, prefix_aware
+from pdkv.router.routing.policies import Snapshot, find_policy, prefix_aware
 from pdkv.wire.messages import Order
 
 SIDES: tuple[Side, Side] = ("prefill", "decode")

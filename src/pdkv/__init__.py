@@ -3,20 +3,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pdkv.version import VERSION as __version__
+from pdkv.base.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from pdkv.async_llm import AsyncLLM
-    from pdkv.llm import LLM
-    from pdkv.sampling_params import RequestOutputKind, SamplingParams
+    from pdkv.offline.async_llm import AsyncLLM
+    from pdkv.offline.llm import LLM
+    from pdkv.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "RequestOutputKind", "SamplingParams", "__version__"]
 
 _MODULES = {
-    "LLM": "pdkv.llm",
-    "AsyncLLM": "pdkv.async_llm",
-    "SamplingParams": "pdkv.sampling_params",
-    "RequestOutputKind": "pdkv.sampling_params",
+    "LLM": "pdkv.offline.llm",
+    "AsyncLLM": "pdkv.offline.async_llm",
+    "SamplingParams": "pdkv.sampling.params",
+    "RequestOutputKind": "pdkv.sampling.params",
 }
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from pdkv.base.options import MAX_SECONDS, check_bounds, option, parse_numbers, seconds
+from pdkv.base.secret_options import without_secrets
 from pdkv.errors import ConfigError
 from pdkv.grammar.options import GrammarOptions
 from pdkv.host.cuda_devices import count_cuda_devices
-from pdkv.logits_processors import split_names
-from pdkv.options import MAX_SECONDS, check_bounds, option, parse_numbers, seconds
-from pdkv.secret_options import without_secrets
+from pdkv.sampling.logits_processors import split_names
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 """The embedded model: what is served when no --model is given."""
@@ -131,7 +131,7 @@ class EngineConfig:
     logits_processors: str | None = option(
         None,
         "logits processors that requests may ask for, separated by commas: names of entry points "
-        'in the group "pdkv.logits_processors", or "module:Class"',
+        'in the group "pdkv.sampling.logits_processors", or "module:Class"',
         metavar="NAMES",
     )
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from pdkv.base.options import options_of
 from pdkv.cli.main import main
 from pdkv.connectors import base, registry
 from pdkv.connectors.base import Requirement
 from pdkv.errors import ConfigError
-from pdkv.options import options_of
 
 
 def show(name: str, capsys: pytest.CaptureFixture[str], *config: str) -> str:

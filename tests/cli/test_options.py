@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
+from pdkv.base.options import option
 from pdkv.cli.options import Parser, add_flags, build, collect, flags_of
 from pdkv.errors import ConfigError
-from pdkv.options import option
 
 HERE = Path("here")
 

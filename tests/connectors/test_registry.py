@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from pdkv import registry as plug_points
+from pdkv.base import registry as plug_points
 from pdkv.connectors import registry
 from pdkv.connectors.base import KVConnector
 from pdkv.errors import ConfigError, UnknownConnector

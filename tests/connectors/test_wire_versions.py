@@ -8,7 +8,7 @@ import pytest
 import torch
 from push_rig import make_layout
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.multi.wire import encode_handshake
 from pdkv.connectors.registry import choose_connector, make_connector

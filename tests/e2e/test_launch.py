@@ -14,7 +14,7 @@ from traffic import stop_process
 GATED_CONNECTOR = """
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
-from pdkv.options import option
+from pdkv.base.options import option
 
 class GatedOptions(SharedMemoryOptions):
     gate: str = option(help="a FIFO")

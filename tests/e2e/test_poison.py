@@ -20,7 +20,7 @@ class Patch:
     '''Ends the process in the step that has a poisonous request, as a kernel would that crashes on it.'''
 
     def find_spec(self, name, path, target=None):
-        if name != "pdkv.engine.executor":
+        if name != "pdkv.engine.worker.executor":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         load = spec.loader.exec_module

@@ -3,9 +3,9 @@
 import pytest
 
 from pdkv.engine.core import EngineCore
-from pdkv.engine.executor import NOTHING_ENDED, Ended
 from pdkv.engine.step_loop import Ahead, InTurn, StepLoop
-from pdkv.engine.step_queue import StepQueue
+from pdkv.engine.worker.executor import NOTHING_ENDED, Ended
+from pdkv.engine.worker.step_queue import StepQueue
 from pdkv.testing.engine import make_core, of_type, submit
 from pdkv.testing.standin import StandInExecutor
 from pdkv.wire.messages import AskReport, ConnectorStats, LoadReport

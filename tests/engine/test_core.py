@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pdkv.engine.core import EngineCore
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import (

@@ -8,7 +8,7 @@ import pytest
 from pdkv.engine.core import MAX_KEYS_PER_EVENTS
 from pdkv.errors import RankGone
 from pdkv.router.routing.prefix_index import PrefixIndex
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import VOCAB_SIZE, expected_tokens
 from pdkv.wire.messages import (

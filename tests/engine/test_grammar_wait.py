@@ -7,8 +7,8 @@ from held_grammars import HeldStore
 from pdkv.config import HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.errors import GrammarGivenUp, InvalidRequest, ServerBusy
-from pdkv.grammar.spec import Grammar
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
+from pdkv.sampling.shape import Grammar
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import (

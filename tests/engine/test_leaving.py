@@ -4,9 +4,9 @@ import pytest
 from state_machine.standin_store import STAND_IN_STORE
 
 from pdkv.connectors.block_table import LocalBlockTable
-from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.core import EngineCore
-from pdkv.engine.kv_cache_manager import KVCacheManager
+from pdkv.engine.kv.block_pool import BlockPool
+from pdkv.engine.kv.kv_cache_manager import KVCacheManager
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import at_rest, make_core, output_of, run, submit
@@ -20,7 +20,7 @@ CAP = 3
 
 @pytest.fixture(autouse=True)
 def cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdkv.engine.kv_cache_manager.MAX_COMMITTED_BLOCKS", CAP)
+    monkeypatch.setattr("pdkv.engine.kv.kv_cache_manager.MAX_COMMITTED_BLOCKS", CAP)
 
 
 def make_manager(num_blocks: int = 30, windows: tuple[int, ...] = (0,)) -> KVCacheManager:

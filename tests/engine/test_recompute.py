@@ -8,7 +8,7 @@ import pytest
 from pdkv.config import DEFAULT_MODEL
 from pdkv.kernels import host
 from pdkv.kernels.linear import level
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import InProcessEngine, output_of, submit
 
 NUM_TOKENS = 24

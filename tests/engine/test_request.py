@@ -1,7 +1,7 @@
 """Where the prompt's KV came from, over the lives of one request."""
 
 from pdkv.engine.request import Request
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.messages import SourceCounts, Submit
 
 

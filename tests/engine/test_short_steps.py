@@ -10,9 +10,9 @@ import pytest
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import TransferOutcome, TransferResults
 from pdkv.engine.core import EngineCore
-from pdkv.engine.executor import NOTHING_ENDED, Ended
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.step_loop import StepLoop, make_step_loop
+from pdkv.engine.worker.executor import NOTHING_ENDED, Ended
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, submit
 from pdkv.testing.standin import expected_tokens
 from pdkv.wire.messages import EngineToRouter, Finished, Peers

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from pdkv.connectors.base import TransferOutcome, TransferResults
 from pdkv.engine.core import EngineCore
-from pdkv.engine.executor import Ended
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.step_loop import Ahead, InTurn, make_step_loop
-from pdkv.engine.step_queue import StepQueue
+from pdkv.engine.worker.executor import Ended
+from pdkv.engine.worker.step_queue import StepQueue
 from pdkv.errors import PeerGone, RankGone
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, submit
 from pdkv.testing.standin import StandInExecutor, expected_tokens
 from pdkv.wire.messages import Abort, EngineCard, EngineToRouter, Finished, Peers, Tokens, Trial

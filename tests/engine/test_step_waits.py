@@ -14,15 +14,15 @@ from tape import TapeRecorder
 from twin_device import TwinDevice
 
 from pdkv.connectors.base import TransferOutcome, TransferResults
-from pdkv.engine.attention import select
-from pdkv.engine.attention.cuda import CudaAttention
-from pdkv.engine.pending import PendingStep
 from pdkv.engine.plan import StepPlan
-from pdkv.engine.runner import ModelRunner
-from pdkv.engine.sampling import logprobs, sampler
+from pdkv.engine.worker.attention import select
+from pdkv.engine.worker.attention.cuda import CudaAttention
+from pdkv.engine.worker.pending import PendingStep
+from pdkv.engine.worker.runner import ModelRunner
+from pdkv.engine.worker.sampling import logprobs, sampler
 from pdkv.errors import RankTimeout
 from pdkv.kernels import streams
-from pdkv.logits_processors import ModelInfo, ProcessorSet
+from pdkv.sampling.logits_processors import ModelInfo, ProcessorSet
 from pdkv.testing import VirtualClock
 from pdkv.wire.messages import KVLayout
 

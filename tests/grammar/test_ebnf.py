@@ -10,7 +10,7 @@ from grammar_walks import ByteGrammars
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.ebnf import ebnf
 from pdkv.grammar.prepare import make_grammar
-from pdkv.grammar.spec import Grammar, StructuredOutputs
+from pdkv.sampling.shape import Grammar, StructuredOutputs
 
 TEXTS = ["".join(text) for length in range(6) for text in itertools.product("abc", repeat=length)]
 RULES = ("root", "x", "y")

@@ -11,7 +11,7 @@ from grammar_walks import ByteGrammars
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.prepare import make_grammar
-from pdkv.grammar.spec import StructuredOutputs
+from pdkv.sampling.shape import StructuredOutputs
 
 ATOMS = (
     *"ab-'/}é😀.", "\\.", "\\/", "\\{", "\\d", "\\w", "\\s", "\\S", "\\D", "\\W", "\\x41", "\\u00e9", "[ab]", "[^a]",

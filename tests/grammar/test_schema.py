@@ -10,7 +10,7 @@ from pdkv.errors import InvalidRequest
 from pdkv.grammar import endless
 from pdkv.grammar.prepare import make_grammar
 from pdkv.grammar.schema import normalize
-from pdkv.grammar.spec import StructuredOutputs
+from pdkv.sampling.shape import StructuredOutputs
 
 
 @pytest.fixture(scope="module")

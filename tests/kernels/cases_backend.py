@@ -9,7 +9,7 @@ import torch
 from attention_case import MIXES, Case, Shape, layers_of
 from kernel_inputs import attention_inputs, randn
 
-from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.kernels.kv_copy import (
     FP8,
     write_kv_reference,

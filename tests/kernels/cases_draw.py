@@ -7,7 +7,7 @@ import pytest
 import torch
 from no_sync import DeviceTensors
 
-from pdkv.engine.sampling.draw import DrawParams, draw
+from pdkv.engine.worker.sampling.draw import DrawParams, draw
 from pdkv.kernels import draw_triton as draw_module
 
 INFINITY = math.inf

@@ -10,7 +10,7 @@ from serving_checks import serve_directory
 from small_models import FEATURES
 
 from pdkv import LLM, SamplingParams
-from pdkv.engine.attention import select
+from pdkv.engine.worker.attention import select
 from pdkv.models import heads, linear, loader, passes
 
 

@@ -33,7 +33,7 @@ def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
 def in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA backend launches the Triton kernels here, too, where its own choice would be the references."""
     if device.type == "cpu":
-        from pdkv.engine.attention import cuda as attention_cuda
+        from pdkv.engine.worker.attention import cuda as attention_cuda
         from pdkv.kernels.kv_copy_triton import write_kv_triton
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 

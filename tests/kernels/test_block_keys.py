@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pdkv.block_keys import extend_keys
+from pdkv.base.block_keys import extend_keys
 from pdkv.kernels import block_keys
 from pdkv.kernels.block_keys import as_tokens, keys_behind
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from pdkv.base.log_fields import RequestName, printable
 from pdkv.launch.logs import PIPE_ROOM, JsonFormatter, LineHandler, TextFormatter
-from pdkv.log_fields import RequestName, printable
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 NAME = RequestName("3f2a", 1, label="client-7", traceparent=TRACEPARENT)

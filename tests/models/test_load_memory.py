@@ -13,7 +13,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import torch
-from pdkv.engine.host_memory import keep_freed_memory
+from pdkv.engine.worker.host_memory import keep_freed_memory
 from pdkv.host.malloc import give_back_freed
 from pdkv.models import loader
 from pdkv.models.config import load_model_config

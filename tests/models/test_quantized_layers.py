@@ -15,7 +15,7 @@ from rank_threads import on_ranks
 from safetensors.torch import load_file, save_file
 
 from pdkv.config import EngineConfig
-from pdkv.engine.dtype import resolve_fp8
+from pdkv.engine.worker.dtype import resolve_fp8
 from pdkv.errors import ModelError
 from pdkv.kernels.int4_weight import Int4Weight
 from pdkv.kernels.linear_int4 import unpack_int4

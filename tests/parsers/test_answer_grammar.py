@@ -17,15 +17,15 @@ import tokenizers
 from answer_parts import gather, read
 from recorded_answers import ANSWERS, TOOLS
 
-from pdkv.grammar.matcher import Matcher
+from pdkv.grammar.matching.matcher import Matcher
+from pdkv.grammar.matching.vocabulary import Vocabulary
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.grammar.spec import StructuredOutputs
-from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
 from pdkv.parsers.reasoning import Thinking
 from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from pdkv.parsers.tools import Tool, read_tools
+from pdkv.sampling.shape import StructuredOutputs
 from pdkv.text import Tokenizer
 
 SCHEMAS: dict[str, dict[str, Any]] = {

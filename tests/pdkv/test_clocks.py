@@ -1,4 +1,4 @@
-"""Product code reads time and waits for it through `pdkv.clock` alone (docs/testing.md)."""
+"""Product code reads time and waits for it through `pdkv.base.clock` alone (docs/testing.md)."""
 
 import ast
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = (
     "src/pdkv", "router", "engine", "connectors", "kv_store", "grammar", "kernels", "models", "prefill", "decode"
 )  # fmt: skip
-CLOCKS = ("src/pdkv/clock.py",)
+CLOCKS = ("src/pdkv/base/clock.py",)
 
 ALLOWED = {
-    "router/http/request_body.py": "loop.time",  # asyncio.timeout counts by its loop's clock
+    "router/http/server/request_body.py": "loop.time",  # asyncio.timeout counts by its loop's clock
 }
 
 READS = {
@@ -48,7 +48,7 @@ def imports(tree: ast.AST) -> dict[str, str]:
 
 
 def bare_clocks(source: str) -> Iterator[tuple[int, str]]:
-    """(line, name) of each use of a clock or a pause other than pdkv.clock's."""
+    """(line, name) of each use of a clock or a pause other than pdkv.base.clock's."""
     tree = ast.parse(source)
     imported = imports(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]

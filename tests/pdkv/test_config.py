@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdkv.base.options import parse_size
 from pdkv.config import (
     AdmissionConfig,
     EngineConfig,
@@ -18,7 +19,6 @@ from pdkv.config import (
 )
 from pdkv.errors import ConfigError
 from pdkv.launch.config import LaunchConfig
-from pdkv.options import parse_size
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.peer.push_scheduler import PushScheduler, PushTicket
 from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.engine.core import EngineCore
-from pdkv.engine.executor import Ended
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.engine.worker.executor import Ended
 from pdkv.errors import PeerGone
 from pdkv.prefill.role import PrefillRole
 from pdkv.testing.engine import at_rest, make_core, of_type, run, submit

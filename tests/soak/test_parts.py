@@ -25,7 +25,7 @@ from soak.schedule import Site, deck, draw
 from traffic import Ask
 
 from pdkv.launch.logs import TextFormatter
-from pdkv.router.observability.loop_watchdog import LoopWatchdog
+from pdkv.router.metrics.loop_watchdog import LoopWatchdog
 
 SITE = Site(["prefill-0", "decode-0"], ["decode-0.1"], has_server=True, has_files=True)
 EXPECTED = [Expected([5, 6, 7], [1, 2, 3, 4])]

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from pdkv.engine.attention.backend import AttentionBackend, Layer
-from pdkv.engine.attention.cpu import CpuAttention
-from pdkv.engine.batch import PersistentBatch, StepInputs
 from pdkv.engine.plan import NewRequest, ScheduledRequest
-from pdkv.sampling_params import SamplingParams
+from pdkv.engine.worker.attention.backend import AttentionBackend, Layer
+from pdkv.engine.worker.attention.cpu import CpuAttention
+from pdkv.engine.worker.batch import PersistentBatch, StepInputs
+from pdkv.sampling.params import SamplingParams
 
 MIXES = [
     [(0, 1)],

@@ -6,11 +6,11 @@ from typing import Any
 
 from scripted_engine import make_card
 
-from pdkv.block_keys import extend_keys, root_key
+from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.config import LocalTurns, Reuse
 from pdkv.router.engines.books import Entry
 from pdkv.router.engines.fleet import ORDERS, Fleet
-from pdkv.router.generations.request import GenerateRequest, Offer, Route
+from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.router.routing.holdings import Holdings
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import RouteChooser

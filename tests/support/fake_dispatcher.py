@@ -9,8 +9,8 @@ from typing import Any
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.engines.health import EngineVerdict, HealthSnapshot
 from pdkv.router.generations.dispatch import Counters, EngineSnapshot
-from pdkv.router.generations.request import Delta, GenerateRequest
 from pdkv.router.generations.timeline import Delays
+from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.messages import (
     BlockCounts,

@@ -12,7 +12,7 @@ import zmq
 
 from pdkv.connectors.p2p.wire import CHANNEL
 from pdkv.connectors.peer import auth as peer_auth
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.frames import decode_frame
 from pdkv.wire.messages import (
     Abort,

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from deployments import write_tokenizer
 
-from pdkv.grammar.matcher import Matcher
-from pdkv.grammar.spec import Grammar
-from pdkv.grammar.vocabulary import Vocabulary
+from pdkv.grammar.matching.matcher import Matcher
+from pdkv.grammar.matching.vocabulary import Vocabulary
+from pdkv.sampling.shape import Grammar
 from pdkv.text import Tokenizer
 
 VOCAB_SIZE = 258

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdkv.errors import PdkvError
-from pdkv.grammar.slab import Words
-from pdkv.grammar.spec import Grammar
+from pdkv.grammar.matching.slab import Words
+from pdkv.sampling.shape import Grammar
 from pdkv.wire.messages import RequestKey
 
 

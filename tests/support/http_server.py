@@ -14,9 +14,9 @@ from uvicorn.server import ServerState
 
 from pdkv.config import HttpLimits
 from pdkv.router.http.app import body_budget
-from pdkv.router.http.budget import ByteBudget
-from pdkv.router.http.certificates import Tls
-from pdkv.router.http.connections import Connections
+from pdkv.router.http.server.budget import ByteBudget
+from pdkv.router.http.server.certificates import Tls
+from pdkv.router.http.server.connections import Connections
 from pdkv.router.process import server_config
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.base import (
     BlockTables,
     ConfirmedRange,

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 
-from pdkv.engine.batch import IntArray
 from pdkv.engine.plan import NewRequest
+from pdkv.engine.worker.batch import IntArray
 
 Foresight = Callable[[NewRequest], Sequence[int]]
 """The whole output that a request will have, as far as it is known."""

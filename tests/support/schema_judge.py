@@ -15,7 +15,7 @@ from schema_suite import Group, Schema
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.prepare import make_grammar
-from pdkv.grammar.spec import Grammar, StructuredOutputs
+from pdkv.sampling.shape import Grammar, StructuredOutputs
 
 WALK_BYTES = 1024
 _MAX_ORDERED = 4

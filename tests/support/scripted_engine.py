@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdkv.router.generations.request import GenerateRequest
-from pdkv.sampling_params import SamplingParams
+from pdkv.router.request import GenerateRequest
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     Abort,

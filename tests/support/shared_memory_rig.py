@@ -12,7 +12,7 @@ import torch
 from push_rig import PullEngine
 from push_rig import view as any_view
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import RequestView, TransferOutcome
 from pdkv.connectors.shared_memory import worker as shared_memory_worker
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector

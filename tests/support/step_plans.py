@@ -4,9 +4,9 @@ from collections import deque
 from typing import Any
 
 from pdkv import SamplingParams
-from pdkv.engine.pending import MAX_PENDING, PendingStep
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepOutput, StepPlan
-from pdkv.engine.runner import ModelRunner
+from pdkv.engine.worker.pending import MAX_PENDING, PendingStep
+from pdkv.engine.worker.runner import ModelRunner
 
 
 def new(name: str, prompt: list[int], first_block: int, **fields: Any) -> NewRequest:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import MONOTONIC, Clock, unix_time
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.clock import MONOTONIC, Clock, unix_time
 from pdkv.connectors.base import (
     ConfirmedRange,
     ConnectorConfig,

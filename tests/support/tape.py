@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from pdkv.engine.graphs import Replay
+from pdkv.engine.worker.graphs import Replay
 
 READS_BY_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 

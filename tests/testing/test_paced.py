@@ -16,8 +16,8 @@ from pdkv import LLM, SamplingParams
 from pdkv.cli.main import EXIT_USAGE, main
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata
-from pdkv.engine.kv_cache import allocate_pool
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
+from pdkv.engine.worker.kv_cache import allocate_pool
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config import load_model_config
 from pdkv.testing import VirtualClock

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from pdkv.errors import InvalidRequest
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.text import Tokenizer, with_bad_word_ids
 from pdkv.text.bad_words import bad_word_token_ids
 

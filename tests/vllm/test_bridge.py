@@ -14,7 +14,7 @@ import pytest
 import torch
 from store_servers import RedisServer
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import BlockHold, ConnectorConfig, KVConnector
 from pdkv.connectors.registry import make_connector
 from pdkv.errors import ConfigError

@@ -11,7 +11,7 @@ from pdkv.connectors.nixl.wire import BLOBS
 from pdkv.connectors.nixl.wire import decode as decode_nixl
 from pdkv.connectors.peer.push_scheduler import decode_ticket as decode_push_ticket
 from pdkv.connectors.transfer.block_runs import unpack_blocks
-from pdkv.engine.ranks.messages import decode_answer, decode_order
+from pdkv.engine.worker.ranks.messages import decode_answer, decode_order
 from pdkv.errors import MalformedMessage
 from pdkv.launch.specs import decode_ack
 from pdkv.wire.decoding import decode_total

@@ -11,7 +11,7 @@ from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_fram
 
 from pdkv.errors import InvalidRequest, MalformedMessage, UnsendableMessage
 from pdkv.router.engines.engine_client import EngineClient
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire import engine_server as transport
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.frames import FRAME_BYTES, decode_frame

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from wire_rig import Frame, encode_frame
 
-from pdkv.block_keys import root_key
+from pdkv.base.block_keys import root_key
 from pdkv.errors import MalformedMessage, UnsendableMessage
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire import messages
 from pdkv.wire.frames import (
     FRAME_BYTES,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pdkv.errors import InvalidRequest
-from pdkv.router.http.protocol import Message, TextPart, ToolCall, ToolFunction
+from pdkv.router.http.read.bodies import Message, TextPart, ToolCall, ToolFunction
 from pdkv.router.http.responses_api.protocol import InputItem, InputPart
 
 

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
-from pdkv.router.http.ascii_json import ascii_json
-from pdkv.router.http.choice import ShownLogprob
+from pdkv.router.http.answer.choice import ShownLogprob
+from pdkv.router.http.read.ascii_json import ascii_json
 from pdkv.router.http.responses_api.token_entries import TokenEntries
 from pdkv.text import Tokenizer
 

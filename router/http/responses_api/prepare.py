@@ -6,13 +6,11 @@ from typing import Any
 
 import msgspec
 
+from pdkv.base.limits import MAX_REPEATED_BYTES, MAX_RESPONSE_LOGPROBS
 from pdkv.errors import InvalidRequest
-from pdkv.limits import MAX_REPEATED_BYTES, MAX_RESPONSE_LOGPROBS
 from pdkv.parsers.answer import AnswerFormat
-from pdkv.router.http.ascii_json import ascii_json
-from pdkv.router.http.decoding import BodyDecoder
-from pdkv.router.http.openai import Job, prepare_chat
-from pdkv.router.http.protocol import (
+from pdkv.router.http.read.ascii_json import ascii_json
+from pdkv.router.http.read.bodies import (
     ChatBody,
     GenerationBody,
     JsonSchema,
@@ -21,10 +19,12 @@ from pdkv.router.http.protocol import (
     StreamOptions,
     ToolName,
 )
+from pdkv.router.http.read.decoding import BodyDecoder
+from pdkv.router.http.read.job import Job, prepare_chat
+from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.responses_api.conversation import messages_of
 from pdkv.router.http.responses_api.protocol import LOGPROBS, ResponsesBody, TextFormat, ToolChoiceFunction
-from pdkv.router.http.served_model import Cancelled, ServedModel
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 
 RESPONSES = BodyDecoder(ResponsesBody)
 

@@ -1,11 +1,11 @@
-"""The body of POST /v1/responses as typed structs, by the rules of `pdkv.router.http.protocol`. Null is absent."""
+"""The body of POST /v1/responses as typed structs, by the rules of `pdkv.router.http.read.bodies`. Null is absent."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pdkv.router.http.protocol import Empty, GenerationBody, Int64, OnlyFalse, absent, neutral
+from pdkv.router.http.read.bodies import Empty, GenerationBody, Int64, OnlyFalse, absent, neutral
 
 _STATELESS = "no responses are kept (send the whole conversation as input)"
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from pdkv.clock import unix_time
+from pdkv.base.clock import unix_time
 from pdkv.errors import PdkvError, TooManyRequests
 from pdkv.parsers.parts import Part, joined
-from pdkv.router.http.ascii_json import ascii_json
-from pdkv.router.http.choice import ChoiceDelta, ShownLogprob, TokenCounts
-from pdkv.router.http.replies import Asked, Work
-from pdkv.router.http.responses import describe_error
+from pdkv.router.http.answer.choice import ChoiceDelta, ShownLogprob, TokenCounts
+from pdkv.router.http.answer.replies import Asked, Work
+from pdkv.router.http.read.ascii_json import ascii_json
 from pdkv.router.http.responses_api.items import Event, OutputItems
+from pdkv.router.http.server.errors import describe_error
 
 
 class ResponseEvents:

@@ -1,10 +1,10 @@
-"""The shapes of responses and of their events, for the schema alone; see `pdkv.router.http.reply_types`."""
+"""The shapes of responses and of their events, for the schema alone; see `pdkv.router.http.answer.reply_types`."""
 
 from typing import Any, Literal
 
 import msgspec
 
-from pdkv.router.http.reply_types import ChatTokenLogprob, ErrorDetail
+from pdkv.router.http.answer.reply_types import ChatTokenLogprob, ErrorDetail
 from pdkv.router.http.responses_api.protocol import Effort, Status, TextFormat, ToolChoiceFunction
 
 

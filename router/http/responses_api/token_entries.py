@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pdkv.router.http.ascii_json import ascii_json
-from pdkv.router.http.choice import ShownLogprob
-from pdkv.router.http.responses import chat_logprobs
+from pdkv.router.http.answer.choice import ShownLogprob
+from pdkv.router.http.answer.logprobs import chat_logprobs
+from pdkv.router.http.read.ascii_json import ascii_json
 from pdkv.text import Tokenizer
 
 

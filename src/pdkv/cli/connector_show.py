@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from pdkv.base.options import Option, OptionTexts, options_of
 from pdkv.cli.options import capitalized, connector_options
 from pdkv.connectors.base import KVConnector, Requirement
 from pdkv.connectors.registry import connector_target, load_connector
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
-from pdkv.options import Option, OptionTexts, options_of
 
 _WIDTH = 110
 _INDENT = " " * 6

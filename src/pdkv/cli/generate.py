@@ -7,12 +7,12 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from pdkv.base.options import Option
 from pdkv.cli.options import Flag, add_flags, build, capitalized, collect, flags_of
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
 from pdkv.models.generation_config import SAMPLING_DEFAULTS, read_sampling_defaults
-from pdkv.options import Option
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 
 _SAMPLING_HELP = {
     "temperature": "0 = greedy",
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
     if not prompts:
         raise ConfigError("a prompt was expected, as an argument or on stdin")
-    from pdkv.llm import LLM
+    from pdkv.offline.llm import LLM
 
     with LLM.from_config(config) as llm:
         outputs = llm.generate(prompts, params, progress=arguments.progress and sys.stderr.isatty())

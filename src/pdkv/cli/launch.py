@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdkv.base.secret_options import read_option
 from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, capitalized, collect, flags_of, warn_of_secrets
 from pdkv.config import (
     AccessConfig,
@@ -28,7 +29,6 @@ from pdkv.host.cuda_devices import count_cuda_devices
 from pdkv.launch.config import Deployment, LaunchConfig
 from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from pdkv.router.routing.policies import POLICIES
-from pdkv.secret_options import read_option
 
 ROLES = ("prefill", "decode")
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pdkv import __version__
+from pdkv.base.secret_options import without_secrets
 from pdkv.cli import cache as cli_cache
 from pdkv.cli import connector as cli_connector
 from pdkv.cli import engine as cli_engine
@@ -18,7 +19,6 @@ from pdkv.cli import restart as cli_restart
 from pdkv.cli import scale as cli_scale
 from pdkv.cli.options import Parser
 from pdkv.errors import ConfigError, InvalidRequest, PdkvError
-from pdkv.secret_options import without_secrets
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

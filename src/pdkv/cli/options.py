@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from pdkv.base.options import Option, did_you_mean, nearest, options_of
+from pdkv.base.secret_options import STORE_SIGN_KEY, has_secret, read_option, without_secrets
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
-from pdkv.options import Option, did_you_mean, nearest, options_of
-from pdkv.secret_options import STORE_SIGN_KEY, has_secret, read_option, without_secrets
 
 ENVIRONMENT_PREFIX = "PDKV_"
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdkv.base.limits import MAX_WAIT_S
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.run_dir import RunInfo, run_root, running_launches
-from pdkv.limits import MAX_WAIT_S
 
 if TYPE_CHECKING:
     from pdkv.launch.router_admin import RouterAdmin

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pdkv.base.limits import MAX_WAIT_S
+from pdkv.base.options import check_bounds, option, seconds
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
-from pdkv.limits import MAX_WAIT_S
-from pdkv.options import check_bounds, option, seconds
 from pdkv.wire.messages import Order
 
 

@@ -13,12 +13,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdkv.base.limits import MAX_WAIT_S
 from pdkv.errors import ConfigError, MalformedMessage, PdkvError, StartupError
 from pdkv.launch.fleet_control import FleetControl
 from pdkv.launch.plan import Kind
 from pdkv.launch.run_dir import CONTROL_SOCKET
 from pdkv.launch.specs import Progress, StartFailed, encode
-from pdkv.limits import MAX_WAIT_S
 from pdkv.wire.decoding import decode_total
 
 _MAX_LINE_BYTES = 64 * 1024

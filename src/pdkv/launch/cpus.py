@@ -3,8 +3,8 @@
 import os
 from collections.abc import Sequence
 
+from pdkv.base.options import parse_numbers
 from pdkv.errors import ConfigError
-from pdkv.options import parse_numbers
 
 _SPIN_ROUNDS = 20_000
 """A fraction of a millisecond: longer than the way from one operation of a step to the next, and soon over."""

@@ -14,8 +14,8 @@ from typing import cast
 
 import torch
 
-from pdkv.build_engine import RankPlace, build_engine, run_rank
-from pdkv.clock import MONOTONIC
+from pdkv.assemble.engine import RankPlace, build_engine, run_rank
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.base import KVConnector
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.core import EngineCore

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import spin_rounds

@@ -18,7 +18,7 @@ import traceback
 from pdkv.host.linux import continue_when_orphaned, set_process_name
 from pdkv.launch.specs import decode_engine_spec
 
-PRELOADED = ("torch", "pdkv.build_engine", "pdkv.launch.engine_process")
+PRELOADED = ("torch", "pdkv.assemble.engine", "pdkv.launch.engine_process")
 MAX_SPEC_BYTES = 64 * 1024
 MAX_FDS = 250  # of one request; the kernel takes 253
 ENVIRONMENT = {

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import PdkvError
 from pdkv.launch.children import Child
 

@@ -8,11 +8,11 @@ import dataclasses
 from pathlib import Path
 from urllib.parse import quote
 
+from pdkv.base.secret_options import without_secrets
 from pdkv.config import HandoffConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 from pdkv.kv_store.registry import plan_store
-from pdkv.secret_options import without_secrets
 
 CHILD = "store"
 """The tiers among the children of `multi`; what begins with its name in --connector-config are options of theirs."""

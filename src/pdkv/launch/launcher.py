@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
@@ -24,14 +24,14 @@ from pdkv.launch.plan import check_memory, plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
-from pdkv.logits_processors import LOGITS_PROCESSORS
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_key_file
-from pdkv.router.http.certificates import load_context
-from pdkv.router.observability.tracing import check_tracing
+from pdkv.router.http.server.certificates import load_context
+from pdkv.router.metrics.tracing import check_tracing
 from pdkv.router.routing.policies import find_policy
+from pdkv.sampling.logits_processors import LOGITS_PROCESSORS
 from pdkv.wire.cluster_key import ClusterKey
 
 _LAST_CHILDREN_S = 1.0

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from pdkv.log_fields import LogFields, printable
-from pdkv.secret_options import without_secrets
+from pdkv.base.log_fields import LogFields, printable
+from pdkv.base.secret_options import without_secrets
 
 LogFormat = Literal["text", "json"]
 

@@ -1,4 +1,4 @@
-"""A client of the router's operators' socket (`router/http/admin.py`)."""
+"""A client of the router's operators' socket (`router/http/pages/admin.py`)."""
 
 import asyncio
 import json
@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.limits import clip
 from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.run_dir import ADMIN_SOCKET
-from pdkv.limits import clip
 from pdkv.router.engines.address import EngineAddress
 from pdkv.wire.decoding import decode_total
 
@@ -49,7 +49,7 @@ class RouterAdmin:
         return list(answer["engines"])
 
     async def order_cache(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Look a prompt's KV up, clear, pin, unpin, prefetch or move it (router/http/cache_pages.py)."""
+        """Look a prompt's KV up, clear, pin, unpin, prefetch or move it (router/http/pages/cache_pages.py)."""
         return await self._call("POST", f"/admin/cache/{action}", body, busy_s=float(body.get("timeout_s", 0.0)))
 
     async def drain(self, name: str, wait_s: float, *, move: bool = False) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import msgspec
 from pdkv.errors import StartupError
 from pdkv.host.process_info import process_start_time
 
-ADMIN_SOCKET = "admin.sock"  # the router's, for operators (router/http/admin.py)
+ADMIN_SOCKET = "admin.sock"  # the router's, for operators (router/http/pages/admin.py)
 MARKS_FILE = "engines.json"  # what they said, for a router that is started again
 CONTROL_SOCKET = "control.sock"  # the launcher's (control.py)
 _INFO_FILE = "launch.json"

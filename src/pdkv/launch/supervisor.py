@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import ConfigError, DiedEarly, IncompatiblePeers, OtherRankGone, StartupError
 from pdkv.launch.children import (
     AckSocket,

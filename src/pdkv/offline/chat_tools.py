@@ -10,7 +10,7 @@ from pdkv.parsers.answer_grammar import Calls
 from pdkv.parsers.parts import WholeCall, whole_calls
 from pdkv.parsers.registry import TOOL_PARSERS, find_tool_parser
 from pdkv.parsers.tools import read_tools
-from pdkv.sampling_params import as_type
+from pdkv.sampling.params import as_type
 from pdkv.text import Tokenizer
 
 ToolChoice = str | Mapping[str, Any]

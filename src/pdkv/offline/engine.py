@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pdkv.build_engine import build_engine
-from pdkv.clock import MONOTONIC
+from pdkv.assemble.engine import build_engine
+from pdkv.base.clock import MONOTONIC
+from pdkv.base.options import from_fields
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.step_loop import make_step_loop
 from pdkv.errors import ConfigError, EngineUnavailable
 from pdkv.offline.interrupts import HeldInterrupts
-from pdkv.options import from_fields
 from pdkv.wire.messages import EngineToRouter, RouterToEngine
 
 logger = logging.getLogger(__name__)

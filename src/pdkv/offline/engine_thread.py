@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.engine.step_queue import JOIN_TIMEOUT_S
+from pdkv.engine.worker.step_queue import JOIN_TIMEOUT_S
 from pdkv.errors import EngineDied, EngineUnavailable, RequestAborted, RequestFailed
 from pdkv.offline.engine import SAVE_TIMEOUT_S, LocalEngine
 from pdkv.wire.messages import Abort, EngineCard, EngineToRouter, Failed, Finished, Peers, Submit, Tokens

@@ -7,7 +7,7 @@ from pdkv.errors import PdkvError
 from pdkv.offline.chat_tools import calls_in
 from pdkv.offline.outputs import CompletionOutput, RequestOutput
 from pdkv.parsers.answer import AnswerFormat
-from pdkv.sampling_params import RequestOutputKind
+from pdkv.sampling.params import RequestOutputKind
 from pdkv.text import TextPiece, TextStream
 from pdkv.wire.failures import error_of
 from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, SourceCounts, Submit, TokenLogprob, Tokens

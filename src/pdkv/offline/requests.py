@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
+from pdkv.base.limits import MAX_ID_CHARS, clip
 from pdkv.config import EngineConfig
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.prepare import with_grammar
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.limits import MAX_ID_CHARS, clip
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.offline.chat_tools import ChatOptions, format_of, read_calls
 from pdkv.offline.generation import Choice, Generation
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
-from pdkv.sampling_params import SamplingParams, as_type
+from pdkv.sampling.params import SamplingParams, as_type
 from pdkv.text import StopAutomaton, TextStream, Tokenizer, with_bad_word_ids
 from pdkv.wire.messages import Submit
 

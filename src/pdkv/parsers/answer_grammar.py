@@ -13,10 +13,10 @@ from pdkv.grammar.formats import Format, either, json_of, structural_tag
 from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.prepare import make_format, make_grammar, naming
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.parsers.reasoning import ReasoningParser, Thinking
 from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
 from pdkv.parsers.tools import Tool, find_tool
+from pdkv.sampling.shape import Grammar, StructuredOutputs
 
 
 class AskedShape(NamedTuple):

@@ -9,9 +9,9 @@ import secrets
 import string
 from collections.abc import Sequence
 
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import either, separated, sequence, tag
-from pdkv.limits import clip
 from pdkv.parsers.call_object import quoted_name
 from pdkv.parsers.json_value import JsonValue, skip_spaces
 from pdkv.parsers.prose import find_marker

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pdkv.registry import Registry
+from pdkv.base.registry import Registry
 
 if TYPE_CHECKING:
     from pdkv.parsers.reasoning import ReasoningParser

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
-from pdkv.limits import clip
 from pdkv.parsers.call_object import MAX_NAME
 
 

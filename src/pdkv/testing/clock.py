@@ -8,7 +8,7 @@ from itertools import count
 from threading import Condition, Event
 from typing import cast
 
-from pdkv.clock import Clock, Handle
+from pdkv.base.clock import Clock, Handle
 
 REAL_LIMIT_S = 60.0
 """So long, by the machine's clock, `until_waiting` waits for threads."""

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 
 START_BOUND_S = 180.0
 STOP_BOUND_S = 10.0  # twice what is promised: the machine may be busy

@@ -8,17 +8,17 @@ from typing import Any, Self, TypeVar
 
 from msgspec.structs import replace
 
-from pdkv.build_core import build_core
-from pdkv.build_engine import build_engine
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.assemble.core import build_core
+from pdkv.assemble.engine import build_engine
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
-from pdkv.engine.drafts import Proposer
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.sampling_params import SamplingParams
+from pdkv.engine.worker.drafts import Proposer
+from pdkv.sampling.params import SamplingParams
 from pdkv.testing.clock import REAL_LIMIT_S, VirtualClock
 from pdkv.testing.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
 from pdkv.wire.messages import (

@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from pdkv.base.options import check_bounds, from_fields, option, options_of
 from pdkv.config import DEFAULT_MODEL, PACED
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.identity import ModelSource
-from pdkv.options import check_bounds, from_fields, option, options_of
 
 Words = NDArray[np.uint64]
 Ints = NDArray[np.integer[Any]]

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.config import EngineConfig
-from pdkv.engine.attention.backend import AttentionBackend, ModelInputs
-from pdkv.engine.batch import IntArray, StepInputs
-from pdkv.engine.drafts import DrawRows
-from pdkv.engine.executor import InProcessExecutor, resolve_device
-from pdkv.engine.finite_check import FiniteCheck
-from pdkv.engine.pending import PendingStep
 from pdkv.engine.plan import SampledTokens, StepPlan
-from pdkv.engine.runner import Computed, ModelRunner
+from pdkv.engine.worker.attention.backend import AttentionBackend, ModelInputs
+from pdkv.engine.worker.batch import IntArray, StepInputs
+from pdkv.engine.worker.drafts import DrawRows
+from pdkv.engine.worker.executor import InProcessExecutor, resolve_device
+from pdkv.engine.worker.finite_check import FiniteCheck
+from pdkv.engine.worker.pending import PendingStep
+from pdkv.engine.worker.runner import Computed, ModelRunner
 from pdkv.errors import ConfigError
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Attend, Decoder

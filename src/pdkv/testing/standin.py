@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
-from pdkv.engine.block_pool import BlockPool
-from pdkv.engine.drafts import Proposer
-from pdkv.engine.executor import NOTHING_ENDED, Ended, Executor
+from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
+from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.wire.messages import EngineCard, KVLayout, RequestKey
 
 VOCAB_SIZE = 997

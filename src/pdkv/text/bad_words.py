@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pdkv.base.limits import check_bad_words, clip
 from pdkv.errors import InvalidRequest
-from pdkv.limits import check_bad_words, clip
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.text.tokenizer import Tokenizer
 
 

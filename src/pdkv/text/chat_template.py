@@ -13,7 +13,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from pdkv.clock import unix_time
+from pdkv.base.clock import unix_time
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.text.turns import Messages, as_turns, find_forms
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest, ModelError
-from pdkv.limits import clip
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import torch
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.secret_options import read_option
 from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.registry import load_connector
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.errors import ConfigError
-from pdkv.secret_options import read_option
 from pdkv.vllm.identity import computation_identity, weights_identity
 from pdkv.vllm.peers import CardDirectory
 from pdkv.vllm.staging import PeerChange

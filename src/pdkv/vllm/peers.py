@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdkv.clock import unix_time
+from pdkv.base.clock import unix_time
 from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.vllm.staging import PeerChange

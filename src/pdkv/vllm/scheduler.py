@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from pdkv.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
+from pdkv.base.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
 from pdkv.connectors.base import (
     ConfirmedRange,
     RequestView,

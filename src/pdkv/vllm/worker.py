@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.base import TransferKey, TransferResults, WorkerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.transfer.units import COPY_TIMEOUT_S

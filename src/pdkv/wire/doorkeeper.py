@@ -19,11 +19,11 @@ from typing import NamedTuple, TypeAlias, cast
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
+from pdkv.base.log_limit import LogLimit
+from pdkv.base.service_thread import ServiceThread
 from pdkv.host.sockets import LISTEN_BACKLOG
 from pdkv.host.strangers import who_makes_room
-from pdkv.log_limit import LogLimit
-from pdkv.service_thread import ServiceThread
 from pdkv.wire.cluster_key import ClusterKey
 
 HANDSHAKE_TIMEOUT_S = 10.0

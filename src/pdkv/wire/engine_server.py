@@ -13,8 +13,8 @@ from typing import NamedTuple, cast
 import msgspec
 import zmq
 
+from pdkv.base.log_limit import LogLimit
 from pdkv.errors import InvalidRequest, MalformedMessage, StartupError, UnsendableMessage
-from pdkv.log_limit import LogLimit
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.doorkeeper import Doorkeeper
 from pdkv.wire.frames import (

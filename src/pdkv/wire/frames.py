@@ -8,8 +8,8 @@ from typing import Annotated, NamedTuple, cast
 
 import msgspec
 
+from pdkv.base.limits import MAX_ID_CHARS
 from pdkv.errors import MalformedMessage, UnsendableMessage
-from pdkv.limits import MAX_ID_CHARS
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import Attempt, EngineToRouter, RequestKey, RouterToEngine
 

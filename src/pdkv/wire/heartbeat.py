@@ -8,7 +8,7 @@ from typing import cast
 
 import zmq
 
-from pdkv.service_thread import ServiceThread
+from pdkv.base.service_thread import ServiceThread
 from pdkv.wire.doorkeeper import Doorkeeper
 from pdkv.wire.frames import encode_message
 from pdkv.wire.messages import Beat

@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pdkv.base.limits import MAX_ID_CHARS, MAX_N
+from pdkv.base.trace_context import MAX_TRACEPARENT_CHARS
 from pdkv.errors import MalformedMessage
-from pdkv.limits import MAX_ID_CHARS, MAX_N
-from pdkv.sampling_params import SamplingParams
-from pdkv.trace_context import MAX_TRACEPARENT_CHARS
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.decoding import decode_total
 
 MAX_BLOB_BYTES = 64 * 1024

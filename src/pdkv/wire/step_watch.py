@@ -6,7 +6,7 @@ The loop notes the begin and the end of each step; a thread reads the oldest tha
 from collections import deque
 from typing import NamedTuple
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 
 FIRST_STEP_S = 24.0
 """Expected of a step while nothing is known of any: kernels are compiled, memory is touched for the first time."""

@@ -13,7 +13,7 @@ from state_machine.standin_store import (
     StoreName,
 )
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
     KVConnectorMetadata,
     RequestView,

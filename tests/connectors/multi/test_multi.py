@@ -537,7 +537,7 @@ def test_a_cancel_reaches_a_load_that_was_taken_over_in_the_same_step() -> None:
 
 def decode_keys(prompt: list[int], core: EngineCore) -> list[bytes]:
     """Block keys of a prompt as the core's requests have them."""
-    from pdkv.block_keys import extend_keys, root_key
+    from pdkv.base.block_keys import extend_keys, root_key
 
     keys: list[bytes] = []
     root = root_key(model=core.card.model, layout=core.card.layout.identity)

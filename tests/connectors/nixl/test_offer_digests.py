@@ -11,7 +11,7 @@ from nixl_engines import WAIT_S, Engine, closing, view
 from nixl_rig import needs_nixl
 from traffic import wait_until_true
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.nixl import receiver
 from pdkv.connectors.nixl.wire import OfferDigests, Wire
 from pdkv.connectors.transfer.digest import PieceDigests

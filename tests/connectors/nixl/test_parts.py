@@ -18,7 +18,7 @@ import torch
 from nixl_rig import NO_DOORBELL
 from recorded_streams import use_recorded
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connector_kit.rig.sockets import listeners
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import LocalBlockTable

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traffic import wait_until_true
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.p2p.wire import Accepted, Control, Delivered, Welcome
 from pdkv.connectors.peer.auth import (
     HEADER_BYTES,

@@ -257,7 +257,7 @@ def _wait_for_resources(most: tuple[int, int, int]) -> None:
 _ALLOCATE_UNDER_A_LIMIT = """
 import resource
 from shared_memory_rig import Engine
-from pdkv.engine.ranks.ring_queue import RingWriter
+from pdkv.engine.worker.ranks.ring_queue import RingWriter
 from pdkv.errors import ConfigError
 from pdkv.kernels import pool_copy
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

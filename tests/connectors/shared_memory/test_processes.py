@@ -19,7 +19,7 @@ import pytest
 import shared_memory_peer
 from traffic import wait_until_true
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import key_words
 from pdkv.connectors.arena.memory import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
 from pdkv.connectors.base import ConnectorConfig, TransferOutcome

@@ -16,9 +16,9 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.plan import StoreCut
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.engine.block_pool import Holder
 from pdkv.engine.core import EngineCore
-from pdkv.engine.kv_groups import kept_from
+from pdkv.engine.kv.block_pool import Holder
+from pdkv.engine.kv.kv_groups import kept_from
 from pdkv.errors import ConfigError
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.registry import open_store

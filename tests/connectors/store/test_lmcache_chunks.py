@@ -15,6 +15,7 @@ from recall import make_question
 from store_servers import LMCacheServer, SharedServer, StoreServer
 
 from pdkv import LLM, SamplingParams
+from pdkv.base.options import OptionTexts
 from pdkv.connectors.base import RequestView
 from pdkv.connectors.store.lmcache import ChunkCodec, LMCacheOptions
 from pdkv.connectors.store.lmcache_keys import MAX_CHUNKS_PER_STEP, ChunkKeys, HashName
@@ -23,7 +24,6 @@ from pdkv.kv_store.codecs.base import PartShape
 from pdkv.kv_store.lmcache_chunks import ChunkForm, LMCacheChunks
 from pdkv.kv_store.lmcache_store import PUT, Kind, encode_request
 from pdkv.kv_store.options import StoreOptions
-from pdkv.options import OptionTexts
 
 pytestmark = pytest.mark.processes
 

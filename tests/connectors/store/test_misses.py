@@ -14,6 +14,7 @@ import torch
 from damage import KnownStore
 from store_rig import Engine, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
 
+from pdkv.base.log_limit import LogLimit
 from pdkv.connectors.base import RequestView, TransferResults
 from pdkv.connectors.store import lookup as store_lookup
 from pdkv.connectors.store import values as store_values
@@ -23,7 +24,6 @@ from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.errors import ConfigError, KVNotFound, StoreUnavailable
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.registry import open_store
-from pdkv.log_limit import LogLimit
 from pdkv.testing import VirtualClock
 
 

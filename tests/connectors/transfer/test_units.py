@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_streams import use_recorded
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import as_ids, unit_index
 from pdkv.connectors.transfer.units import UnitPart, UnitPool

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdkv.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey, TransferOutcome
 from pdkv.connectors.transfer.lanes import SHARED_LANE, LaneConfig
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker

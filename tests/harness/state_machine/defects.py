@@ -9,11 +9,11 @@ from pdkv.connectors.base import Cancel, FinishDecision, RequestView, TransferKe
 from pdkv.connectors.memory.fabric import Endpoint, MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushWorker
-from pdkv.engine.block_pool import Holder
 from pdkv.engine.core import EngineCore
-from pdkv.engine.external import ExternalKV
-from pdkv.engine.kv_cache_manager import KVCacheManager
-from pdkv.engine.loads import Loads
+from pdkv.engine.kv.block_pool import Holder
+from pdkv.engine.kv.kv_cache_manager import KVCacheManager
+from pdkv.engine.outside.external import ExternalKV
+from pdkv.engine.outside.loads import Loads
 from pdkv.engine.plan import SampledTokens, StepOutput
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request

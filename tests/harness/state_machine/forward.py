@@ -9,10 +9,10 @@ from held_grammars import HeldStore
 from random_proposer import RandomProposer
 
 from pdkv.connectors.base import WorkerConnector
-from pdkv.engine.block_pool import BlockPool
-from pdkv.engine.drafts import Proposer
-from pdkv.engine.executor import Executor
+from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.plan import NewRequest
+from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.worker.executor import Executor
 from pdkv.wire.messages import KVLayout
 
 NUM_LENGTHS = 13

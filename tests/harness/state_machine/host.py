@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 import msgspec
 from held_grammars import HeldStore
 
-from pdkv.block_keys import root_key
-from pdkv.build_core import build_core
+from pdkv.assemble.core import build_core
+from pdkv.base.block_keys import root_key
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
-from pdkv.engine.kv_groups import num_held_at_once
+from pdkv.engine.kv.kv_groups import num_held_at_once
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.step_loop import Ahead
-from pdkv.engine.step_queue import StepQueue
-from pdkv.grammar.spec import Grammar
+from pdkv.engine.worker.step_queue import StepQueue
 from pdkv.kernels.block_keys import keys_behind
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
 from pdkv.router.generations.flow import RequestFlow, Sends
-from pdkv.router.generations.request import GenerateRequest, Route
-from pdkv.sampling_params import SamplingParams
+from pdkv.router.request import GenerateRequest, Route
+from pdkv.sampling.params import SamplingParams
+from pdkv.sampling.shape import Grammar
 from pdkv.wire.messages import (
     BlockStored,
     EngineCard,

@@ -9,10 +9,10 @@ from oracle import oracle
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
-from pdkv.engine.drafts import Proposer
-from pdkv.engine.executor import InProcessExecutor
-from pdkv.engine.kv_cache import make_layout
-from pdkv.engine.masks import GrammarMasks
+from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.worker.executor import InProcessExecutor
+from pdkv.engine.worker.kv_cache import make_layout
+from pdkv.engine.worker.masks import GrammarMasks
 from pdkv.models.config import load_model_config
 from pdkv.wire.messages import KVLayout
 from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward

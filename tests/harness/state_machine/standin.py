@@ -6,9 +6,9 @@ from typing import Any
 from held_grammars import HeldStore
 
 from pdkv.connectors.base import WorkerConnector
-from pdkv.engine.block_pool import BlockPool
-from pdkv.engine.drafts import Proposer
-from pdkv.engine.executor import Executor
+from pdkv.engine.kv.block_pool import BlockPool
+from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.worker.executor import Executor
 from pdkv.testing.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor, chain_value, expected_tokens
 from pdkv.wire.messages import KVGroup, KVLayout
 from state_machine.forward import Forward

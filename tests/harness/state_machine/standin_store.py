@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from pdkv.base.options import option
 from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
@@ -37,7 +38,6 @@ from pdkv.connectors.base import (
 from pdkv.connectors.memory.base import MemoryMode, MemoryPeerOptions, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation, copy_in, copy_out
 from pdkv.errors import KVNotFound, TransferCancelled, TransferTimeout
-from pdkv.options import option
 from pdkv.wire.messages import ConnectorKind
 
 STAGED_STEPS = 4

@@ -14,7 +14,7 @@ from pdkv.errors import Draining, EngineUnavailable, InvalidRequest, RequestAbor
 from pdkv.router.admission.admission_queue import PLACE_COST, Admission, Visit
 from pdkv.router.admission.tenants import Grant, Tenant
 from pdkv.router.generations.dispatch import Dispatcher
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.router.request import GenerateRequest
 
 
 class Rig:

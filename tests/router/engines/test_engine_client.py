@@ -19,7 +19,7 @@ from wire_rig import TIMEOUT_S, Context, Listener, make_card
 from pdkv.router.engines import engine_client
 from pdkv.router.engines.beats import BeatReader
 from pdkv.router.engines.engine_client import EngineClient
-from pdkv.router.http import connections
+from pdkv.router.http.server import connections
 
 ENGINE = """
 import sys

@@ -9,9 +9,9 @@ from scripted_engine import make_card
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import Books, Entry
 from pdkv.router.engines.breakers import CRASHES, MIN_EVENTS, OPEN_S
+from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.fleet import ORDERS, Fleet
-from pdkv.router.generations.request import Route
-from pdkv.router.routing.policies import Side
+from pdkv.router.request import Route
 from pdkv.wire.messages import Beat, BlockCounts, KVLayout, LoadReport
 from pdkv.wire.refusal_note import RefusalNote
 

@@ -10,7 +10,7 @@ import pytest
 from dispatch_rig import InProcessBackend, System, check_right, collect, live
 from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
 
-from pdkv.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
+from pdkv.base.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
 from pdkv.errors import (
     ConfigError,
     EngineUnavailable,

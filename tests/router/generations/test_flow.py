@@ -11,8 +11,8 @@ from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout
 from pdkv.router.generations.flow import RequestFlow, Sends
-from pdkv.router.generations.request import GenerateRequest, Offer, Route
-from pdkv.sampling_params import SamplingParams
+from pdkv.router.request import GenerateRequest, Offer, Route
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.lending import is_lent, lent_id
 from pdkv.wire.messages import (
     Abort,

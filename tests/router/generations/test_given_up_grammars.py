@@ -6,10 +6,10 @@ from dispatch_rig import System, collect, live
 from scripted_engine import make_request
 
 from pdkv.errors import GrammarGivenUp
-from pdkv.grammar.spec import Grammar
 from pdkv.router.generations.given_up_grammars import MAX_GIVEN_UP, REFUSED_S, GivenUpGrammars
-from pdkv.router.generations.request import GenerateRequest
-from pdkv.sampling_params import SamplingParams
+from pdkv.router.request import GenerateRequest
+from pdkv.sampling.params import SamplingParams
+from pdkv.sampling.shape import Grammar
 from pdkv.wire.messages import Failed, Submit
 
 

@@ -7,11 +7,11 @@ import pytest
 from dispatch_rig import System, check_right, collect, live
 from scripted_engine import expected_output, make_request
 
-from pdkv.block_keys import extend_keys, root_key
+from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.errors import RequestFailed
 from pdkv.router.generations import driver
 from pdkv.router.generations.flow import RequestFlow, Sends
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.router.request import GenerateRequest
 from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     BlockStored,

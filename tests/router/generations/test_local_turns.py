@@ -4,9 +4,9 @@ import msgspec
 from dispatch_rig import System, check_right, collect, live, until
 from scripted_engine import expected_output, make_request
 
-from pdkv.block_keys import extend_keys, root_key
+from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.config import LocalTurns, ReuseConfig
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.router.request import GenerateRequest
 from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents
 
 

@@ -5,9 +5,9 @@ import asyncio
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.output import MAX_TAKEN, Output
-from pdkv.router.generations.request import Delta, GenerateRequest
+from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing.route_chooser import Route
-from pdkv.sampling_params import SamplingParams
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.messages import TokenLogprob, Tokens
 
 

@@ -20,7 +20,7 @@ from pdkv.errors import (
     ServerBusy,
 )
 from pdkv.router.generations.generation import Generation
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.router.request import GenerateRequest
 from pdkv.wire.messages import Abort, Beat, Failed, Loaded, Order, Release, SourceCounts, Submit
 
 LEGAL: list[tuple[str, Order]] = [(kind, order) for kind, orders in ORDERS_OF.items() for order in orders]

@@ -11,7 +11,7 @@ from scripted_engine import make_request
 
 from pdkv.errors import RequestFailed
 from pdkv.router.generations.request_log import NUM_ENDED
-from pdkv.router.http.admin import create_admin_app
+from pdkv.router.http.pages.admin import create_admin_app
 from pdkv.wire.messages import Failed
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -15,7 +15,7 @@ from pdkv.config import AccessConfig, AdmissionConfig
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.generations.dispatch import Dispatcher
-from pdkv.router.generations.request import GenerateRequest
+from pdkv.router.request import GenerateRequest
 from pdkv.text import Tokenizer
 
 BODY = {"model": MODEL, "prompt": "what was said before", "max_tokens": 2}

@@ -22,7 +22,7 @@ from pdkv.errors import (
     RequestFailed,
     RequestTimeout,
 )
-from pdkv.router.http.text_pool import INLINE_BYTES
+from pdkv.router.http.read.text_pool import INLINE_BYTES
 from pdkv.testing import VirtualClock
 from pdkv.text import Tokenizer
 
@@ -189,7 +189,7 @@ def test_the_body_the_tokenizer_and_the_engines_share_one_deadline(
     size: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = VirtualClock()
-    monkeypatch.setattr("pdkv.router.http.deadline.MONOTONIC", clock)
+    monkeypatch.setattr("pdkv.router.http.server.deadline.MONOTONIC", clock)
     dispatcher = FakeDispatcher(say(ids("ab")))
     app = make_app(dispatcher)
     exchange = Exchange("POST", "/v1/completions", b"", {"x-pd-timeout-s": "10"})

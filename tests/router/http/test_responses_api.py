@@ -17,7 +17,7 @@ from small_app import MODEL, eos, ids, make_app, tokenizer
 
 from pdkv.config import HttpApi, HttpLimits
 from pdkv.errors import EngineDied, EngineUnavailable
-from pdkv.router.http import replies
+from pdkv.router.http.answer import replies
 from pdkv.router.http.responses_api import items, prepare, reply_types
 from pdkv.router.http.responses_api import replies as response_replies
 from pdkv.text import Tokenizer

@@ -5,8 +5,8 @@ import pytest
 from chooser_rig import ChooserRig
 from scripted_engine import make_request
 
-from pdkv.router.generations.request import GenerateRequest, Offer
-from pdkv.router.routing.reuse import LOADED_SHARE, saved_tokens
+from pdkv.router.engines.speeds import LOADED_SHARE, saved_tokens
+from pdkv.router.request import GenerateRequest, Offer
 from pdkv.wire.messages import ConnectorStats, LoadReport, TierPart
 
 TOKEN_BYTES = 64  # of the rig's engines

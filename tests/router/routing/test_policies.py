@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pdkv.errors import ConfigError
-from pdkv.router.routing.policies import POLICIES, EngineView, Snapshot, find_policy
+from pdkv.router.engines.candidate import EngineView
+from pdkv.router.routing.policies import POLICIES, Snapshot, find_policy
 
 
 def snapshot(loads: Sequence[int], match: Mapping[str, int] = {}, **values: Any) -> Snapshot:

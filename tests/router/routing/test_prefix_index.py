@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.block_keys import extend_keys, root_key
+from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.router.routing.prefix_index import SLICE_KEYS, PrefixIndex, keys_needed
 from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents, KVGroup, KVLayout
 

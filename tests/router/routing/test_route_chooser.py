@@ -9,9 +9,9 @@ import pytest
 from chooser_rig import ChooserRig
 from scripted_engine import make_request
 
-from pdkv.block_keys import extend_keys
+from pdkv.base.block_keys import extend_keys
 from pdkv.errors import EngineUnavailable
-from pdkv.router.generations.request import GenerateRequest, Offer, Route
+from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.router.routing.policies import POLICIES
 from pdkv.router.routing.route_chooser import AFFINITY_TOKENS, MAX_LOCAL_TOKENS
 from pdkv.wire.messages import BlockCounts, ConnectorKind, LoadReport
@@ -170,7 +170,7 @@ def test_a_prompt_is_hashed_once_for_all_its_choices_and_attempts(monkeypatch: p
         hashed.append(len(token_ids))
         extend_keys(keys, root, token_ids)
 
-    monkeypatch.setattr("pdkv.router.generations.request.extend_keys", counted)
+    monkeypatch.setattr("pdkv.router.request.extend_keys", counted)
     rig = ChooserRig(2, 2, "prefix_aware")
     first = make_request(320)
     for choice in range(3):

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import pytest
 
-from pdkv.router.routing.policies import EngineView, Snapshot, prefix_aware
-from pdkv.router.routing.reuse import LOADED_SHARE, saved_tokens
+from pdkv.router.engines.candidate import EngineView
+from pdkv.router.engines.speeds import LOADED_SHARE, saved_tokens
+from pdkv.router.routing.policies import Snapshot, prefix_aware
 
 NUM_ENGINES, NUM_FAMILIES = 4, 16
 SHARED, OWN = 2048, 256  # tokens of a prompt that its family shares, and others

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.kernels import host

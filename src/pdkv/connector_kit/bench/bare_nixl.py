@@ -5,7 +5,7 @@ import threading
 import msgspec
 import numpy as np
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.bench.bare import BareTransport
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connectors.nixl.agent import Memory, NixlAgent

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
 from pdkv.connectors.peer.push_worker import PushPiece, PushWorker
 from pdkv.connectors.transfer.worker import Job, TransferWorker

@@ -9,7 +9,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.bench.throttle import throttle
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Values

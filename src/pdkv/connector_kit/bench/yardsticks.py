@@ -7,7 +7,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.bench.bare import BARE_SIDE, bare_of
 from pdkv.connector_kit.bench.plan import TIMEOUT_S, Plan, plan_bytes, store_values
 from pdkv.connector_kit.rig import protocol as p

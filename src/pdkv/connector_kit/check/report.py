@@ -10,7 +10,7 @@ from typing import Literal, TextIO
 
 import msgspec
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.check.cases import CASES, Case
 from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote

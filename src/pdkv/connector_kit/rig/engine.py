@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar, TypeVar
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.clock import MONOTONIC
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.block_counts import Books
 from pdkv.connector_kit.rig.news import News

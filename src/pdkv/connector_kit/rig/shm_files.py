@@ -5,7 +5,7 @@ import os
 from collections.abc import Set
 from pathlib import Path
 
-from pdkv.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC
 
 SHM = Path("/dev/shm")
 _POLL_S = 0.01

@@ -1,0 +1,82 @@
+"""What operators ask of an engine's cache and of the tiers below it: the pool answers at once, tiers when they can."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pdkv.engine.kv.kv_cache_manager import KVCacheManager
+from pdkv.engine.outside.external import ExternalKV
+from pdkv.errors import StoreUnable, TransferTimeout
+from pdkv.wire.messages import CacheAnswer, CacheOrder, TierAnswer
+
+POOL = "pool"
+"""The tier that is the engine's own blocks."""
+
+SLACK_S = 0.5
+"""A tier says itself that it is late; so much later it is answered for."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """An order that tiers have not all answered."""
+
+    router_id: str
+    deadline: float
+    num_missing: int
+    tiers: list[TierAnswer] = field(default_factory=list)
+    known: list[str] = field(default_factory=lambda: [POOL])
+
+
+class CacheOrders:
+    """Orders under way. `name`: of the connector, as in the stats."""
+
+    def __init__(self, kv: KVCacheManager, external: ExternalKV, name: str) -> None:
+        self._kv = kv
+        self._external = external
+        self._name = name
+        self._open: dict[str, _Open] = {}
+
+    @property
+    def deadline(self) -> float | None:
+        """When the first order is over, answered or not."""
+        return min((order.deadline for order in self._open.values()), default=None)
+
+    def begin(self, router_id: str, order: CacheOrder, now: float) -> None:
+        """Take an order; `take_answers` has what becomes of it. One that is repeated begins anew."""
+        num_parts = self._external.order_tiers(order.within(self._name)) if order.tier != POOL else 0
+        opened = self._open[order.order_id] = _Open(router_id, now + order.timeout_s + SLACK_S, num_parts)
+        if order.tier in ("", POOL) and not (order.action in ("pin", "unpin", "prefetch") and not order.tier):
+            opened.tiers.append(self._in_pool(order))
+
+    def take_answers(self, now: float) -> Iterator[tuple[str, CacheAnswer]]:
+        """(router, answer) of orders that all tiers have answered, and of those whose time is over."""
+        if not self._open:  # as after most steps
+            return
+        for answer in self._external.take_tier_answers():
+            opened = self._open.get(answer.order_id)
+            if opened is not None:
+                told = answer.under(self._name)
+                opened.tiers += told.tiers
+                opened.known += told.known
+                opened.num_missing -= 1
+        for order_id, opened in list(self._open.items()):
+            if opened.num_missing and opened.deadline > now:
+                continue
+            del self._open[order_id]
+            if opened.num_missing:
+                opened.tiers.append(
+                    TierAnswer(self._name, code=TransferTimeout.code, problem="tiers of it have not answered in time")
+                )
+            yield opened.router_id, CacheAnswer(order_id, opened.tiers, opened.known)
+
+    def router_left(self, router_id: str) -> None:
+        """Nobody waits for these answers any more."""
+        self._open = {name: opened for name, opened in self._open.items() if opened.router_id != router_id}
+
+    def _in_pool(self, order: CacheOrder) -> TierAnswer:
+        match order.action:
+            case "lookup" if order.keys is not None:
+                hit = self._kv.find_prefix(order.keys)
+                return TierAnswer(POOL, hit.num_tokens, sum(block >= 0 for table in hit.tables for block in table))
+            case "clear":
+                return TierAnswer(POOL, num_values=self._kv.drop_cached(order.keys))
+        return TierAnswer(POOL, code=StoreUnable.code, problem=f"{order.action}: not of an engine's own blocks")

@@ -1,0 +1,432 @@
+"""KV that comes from outside or goes there: the engine's dealings with its connector's scheduler side.
+
+Owns the requests that wait outside the batch for a load, the blocks that a peer may still write (quarantine) and the
+blocks that a transfer reads (I/O holds).
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from sys import maxsize
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.base.secret_options import without_secrets
+from pdkv.connectors.base import (
+    NO_MATCH,
+    OBSERVES_NOTHING,
+    BlockHold,
+    BlockIds,
+    BlockTables,
+    Cancel,
+    ConfirmedRange,
+    FinishDecision,
+    KVConnectorMetadata,
+    MatchedTokens,
+    ScheduledRange,
+    SchedulerConnector,
+    SchedulerView,
+    Shown,
+    Stats,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+)
+from pdkv.connectors.stats import stats_under, sum_stats
+from pdkv.engine.kv.block_pool import BlockPool, Holder
+from pdkv.engine.outside.swap import SwapRule
+from pdkv.engine.request import Request
+from pdkv.errors import TransferCancelled
+from pdkv.wire.messages import (
+    MAX_CONNECTOR_PARTS,
+    MAX_PROBLEM_CHARS,
+    CacheAnswer,
+    CacheOrder,
+    ConnectorStats,
+    RequestKey,
+    TierEvents,
+)
+
+NUM_PREFETCH_REQUESTS = 8
+"""Waiting requests whose block keys the connector is shown."""
+
+
+@dataclass(slots=True)
+class KVLoad:
+    """Tokens [start, stop) of a request that come from outside."""
+
+    request: Request
+    start: int
+    stop: int
+    deadline: float
+    layerwise_step: int | None = None  # scheduled at once in this step; None: the request waits outside the batch
+    started: bool = False  # the connector has the blocks: somebody may write them
+    done: bool = False
+
+
+class EndedLoad(NamedTuple):
+    """A load whose transfer is over."""
+
+    load: KVLoad
+    ok: bool
+    outcome: TransferOutcome
+
+
+class EndedSend(NamedTuple):
+    """A transfer from here that is over."""
+
+    key: TransferKey
+    ok: bool
+    outcome: TransferOutcome
+
+
+class Settled(NamedTuple):
+    """What the results of one step ended."""
+
+    loads: list[EndedLoad]
+    sends: list[EndedSend]
+    freed: bool  # blocks may have come free
+
+
+@dataclass(slots=True)
+class _News:
+    """What the next view tells the connector."""
+
+    confirmed: dict[TransferKey, ConfirmedRange] = field(default_factory=dict)
+    preempted: list[TransferKey] = field(default_factory=list)
+    finished: list[TransferKey] = field(default_factory=list)
+    aborted: list[TransferKey] = field(default_factory=list)
+    sent_anew: set[TransferKey] = field(default_factory=set)  # to another reader
+    is_urgent: bool = False  # what is confirmed may not wait for more
+    is_end_urgent: bool = False  # nor may the end of a request wait for the next step
+
+    def __bool__(self) -> bool:
+        return bool(self.confirmed or self.preempted or self.finished or self.aborted)
+
+
+class _Shows(NamedTuple):
+    """A `Shown` taken apart: asking a flag costs more than all else that a step does for a request."""
+
+    handoffs: bool
+    others: bool
+    layerwise_loads: bool
+
+    @classmethod
+    def of(cls, shown: Shown) -> "_Shows":
+        return cls(Shown.HANDOFFS in shown, Shown.OTHERS in shown, Shown.LAYERWISE_LOADS in shown)
+
+    def includes(self, request: Request) -> bool:
+        """Whether the connector is shown the request, whatever it loads."""
+        return self.handoffs if request.kv == "handoff" else self.others
+
+
+class ExternalKV:
+    """Loads, saves and their blocks. `connector` None: an engine without peers and stores."""
+
+    def __init__(
+        self,
+        connector: SchedulerConnector | None,
+        pool: BlockPool,
+        swap: SwapRule,
+        *,
+        block_size: int,
+        num_groups: int = 1,
+    ) -> None:
+        self.connector = connector
+        self.loads: dict[TransferKey, KVLoad] = {}
+        self.unstarted: dict[TransferKey, KVLoad] = {}  # of these, whose source is not known yet
+        self.layerwise: dict[TransferKey, KVLoad] = {}  # of these, that come during a step
+        self.num_unknown_results = 0
+        self.num_damaged = 0  # stored values that loads and operators' orders took as misses
+        self.worker_stats: Stats = {}  # as the ranks said last
+        observes = OBSERVES_NOTHING if connector is None else connector.observes
+        self._shows_scheduled = _Shows.of(observes.scheduled)
+        self._shows_confirmed = _Shows.of(observes.confirmed)
+        self._shows_waiting_keys = observes.waiting_keys
+        self._confirmed_steps = observes.confirmed_steps
+        self._num_waited = 0  # views without what is confirmed
+        self._confirmed_unit = max(block_size, observes.confirmed_tokens)
+        self._pool = pool
+        self._swap = swap
+        self._block_size = block_size
+        self._no_blocks: list[list[int]] = [[] for _ in range(num_groups)]  # of a request that has none
+        self._quarantine: dict[TransferKey, Sequence[int]] = {}
+        self._holds: dict[TransferKey, BlockHold] = {}
+        self._cancels: list[Cancel] = []
+        self._news = _News()
+        self._kept: dict[TransferKey, Sequence[int]] = {}  # blocks of requests that finished since the last view
+
+    @property
+    def has_news(self) -> bool:
+        """Whether an empty step would tell the workers something that cannot wait."""
+        connector, news = self.connector, self._news
+        if connector is None:
+            return False
+        is_urgent = news.is_end_urgent or bool(news.confirmed)
+        return is_urgent or bool(self._cancels) or connector.has_pending_work
+
+    @property
+    def kept_blocks(self) -> Collection[Sequence[int]]:
+        """Blocks of ended requests, held until the connector has heard what is in them: to the end of this plan."""
+        return self._kept.values()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no load, hold or quarantine is left."""
+        return not (self.loads or self._quarantine or self._holds or self._cancels)
+
+    def match(self, request: Request, num_computed: int) -> MatchedTokens:
+        """What can come from outside behind the local hit."""
+        if self.connector is None or request.num_wanted <= num_computed or not self._may_load(request):
+            return NO_MATCH
+        if request.transfer_key in self._quarantine:
+            return NO_MATCH  # its earlier load has not let go yet
+        matched = self.connector.get_num_new_matched_tokens(request.view(), num_computed)
+        is_swapped = request.preempted and request.kv != "await_peer"
+        if is_swapped and matched.num_tokens and not self._swap.prefers_load(request.key, matched.num_tokens):
+            return NO_MATCH
+        return matched
+
+    def _may_load(self, request: Request) -> bool:
+        """Whether anything of its KV may come from outside."""
+        if request.load_failed:
+            return False
+        if request.kv == "await_peer":
+            return True
+        if request.submit.params.prompt_logprobs is not None:
+            return False  # their logits must be computed
+        return not request.preempted or self._swap.looks
+
+    def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:
+        """What the connector observes of a step that computes so many tokens more of each request."""
+        handoffs, others, layerwise_loads = self._shows_scheduled
+        layerwise: set[RequestKey] = set()
+        if layerwise_loads:
+            layerwise = {load.request.key for load in self.layerwise.values() if load.layerwise_step == step_id}
+        if not (handoffs or others or layerwise):
+            return []
+        return [
+            ScheduledRange(r.view(), r.num_computed, r.num_computed + num_tokens, self._shown(r.block_tables))
+            for r, num_tokens in batch
+            if (handoffs if r.kv == "handoff" else others) or (layerwise and r.key in layerwise)
+        ]
+
+    def _shown(self, block_tables: list[list[int]]) -> list[BlockIds]:
+        """What the connector is shown of a request's tables, without a copy."""
+        return [BlockIds(table) for table in block_tables or self._no_blocks]
+
+    def add_load(self, load: KVLoad) -> None:
+        """The request waits for [start, stop); its blocks are allocated."""
+        key = load.request.transfer_key
+        assert key not in self.loads
+        self.loads[key] = self.unstarted[key] = load
+        if load.layerwise_step is not None:
+            self.layerwise[key] = load
+
+    def start(self, load: KVLoad) -> bytes | None:
+        """Hand the blocks to the connector; returns the ticket for the peer, if any."""
+        assert self.connector is not None
+        load.started = load.stop > load.start
+        load.done = not load.started
+        request = load.request
+        self.unstarted.pop(request.transfer_key, None)
+        return self.connector.update_state_after_alloc(request.view(), request.block_tables, load.stop - load.start)
+
+    def end_load(self, key: TransferKey, *, transfer_ended: bool) -> None:
+        """The request gives its load up (or has it). Blocks that may still be written go into quarantine."""
+        load = self.loads.pop(key)
+        self.unstarted.pop(key, None)
+        self.layerwise.pop(key, None)
+        if load.started and not (load.done or transfer_ended):
+            exposed = load.request.held_blocks(load.start // self._block_size)
+            self._pool.hold(exposed, Holder.QUARANTINE)
+            self._quarantine[key] = exposed
+            self._cancels.append(Cancel(key, "receive"))
+
+    def report_confirmed(self, request: Request, *, last: bool = False, again: bool = False) -> int:
+        """Tell the connector what is in the request's blocks for good since it was told last.
+
+        Returns:
+            With how many tokens confirmed there is something to tell next.
+        """
+        if not self._shows_confirmed.includes(request):
+            return maxsize
+        start = 0 if again else request.num_reported
+        stop, unit = request.num_confirmed, self._confirmed_unit
+        if last or again or stop // unit > start // unit:
+            request.num_reported = stop
+            self._confirm(ConfirmedRange(request.view(), start, stop, self._shown(request.block_tables), last))
+            if request.kv == "handoff" or start < len(request.prompt_token_ids):
+                self._news.is_urgent = True
+        return (request.num_reported // unit + 1) * unit
+
+    def report_leased(self, request: Request, block_tables: BlockTables) -> None:
+        """A handed-off request's ticket came after its end: show its blocks once more."""
+        tables = block_tables or self._no_blocks
+        self._confirm(ConfirmedRange(request.view(), 0, request.num_confirmed, tables, True))
+        self._news.sent_anew.add(request.transfer_key)
+        self._news.is_urgent = True
+
+    def _confirm(self, told: ConfirmedRange) -> None:
+        """The next view has it, with what it already has of the request, which comes before."""
+        key, confirmed = told.request.transfer_key, self._news.confirmed
+        before = confirmed.get(key)
+        if before is not None:
+            told = msgspec.structs.replace(told, start=min(before.start, told.start), last=before.last or told.last)
+        confirmed[key] = told
+
+    def preempted(self, request: Request) -> None:
+        """The request lost its blocks and will come again; what the connector has not heard yet is void."""
+        if self.connector is None:
+            return
+        self._retract(request.transfer_key)
+        self._news.preempted.append(request.transfer_key)
+
+    def finished(self, request: Request) -> FinishDecision:
+        """The request is over; asks the connector about its blocks."""
+        if self.connector is None:
+            return FinishDecision(hold_blocks=False)
+        key = request.transfer_key
+        self._news.finished.append(key)
+        self._news.is_end_urgent |= self.connector.must_hear_end(key)
+        if key in self._news.confirmed:
+            held = request.held_blocks()
+            self._pool.hold(held, Holder.ACTIVE)  # until the connector has heard what is in them
+            self._kept[key] = held
+        return self.connector.request_finished(request.view(), request.block_tables)
+
+    def aborted(self, key: TransferKey, *, cancel_sending: bool = False) -> None:
+        """The request or its hand-off was given up; transfers from here are cancelled where asked."""
+        if self.connector is None:
+            return
+        if key not in self._kept or not self._shows_confirmed.others:
+            self._retract(key)  # else a store may still have what a finished request's blocks hold until the next view
+        self._news.aborted.append(key)
+        self._news.is_end_urgent |= self.connector.must_hear_end(key)
+        if cancel_sending and self.has_saves(key) and (cancel := Cancel(key, "send")) not in self._cancels:
+            self._cancels.append(cancel)
+
+    def _retract(self, key: TransferKey) -> None:
+        """What was confirmed of a request is not told: its blocks may have another owner when the view is built."""
+        self._news.confirmed.pop(key, None)
+        self._news.sent_anew.discard(key)
+        if (held := self._kept.pop(key, None)) is not None:  # no view will be built for them alone
+            self._pool.release(held, Holder.ACTIVE)
+
+    def has_saves(self, key: TransferKey) -> bool:
+        """Whether a transfer still reads the request's blocks."""
+        return any(hold.owner == key for hold in self._holds.values())
+
+    def build_meta(
+        self, step_id: int, scheduled: Sequence[ScheduledRange], waiting: Iterable[Request]
+    ) -> tuple[KVConnectorMetadata | None, list[Cancel], bool]:
+        """The step's orders for the workers; takes the I/O holds that they ask for.
+
+        Returns:
+            The metadata, the transfers to cancel, and whether blocks came free that this step could not have yet.
+        """
+        if self.connector is None:
+            return None, [], False
+        news = self._take_news()
+        cancels, self._cancels = self._cancels, []
+        shown = [request for request in waiting if self._may_load(request)] if self._shows_waiting_keys else []
+        terms = [request.submit.kv_terms for request in shown]
+        view = SchedulerView(
+            step_id=step_id,
+            scheduled=scheduled,
+            confirmed=list(news.confirmed.values()),
+            preempted=news.preempted,
+            finished=news.finished,
+            aborted=news.aborted,
+            waiting_keys=[request.hash_keys for request in shown],
+            cancelled=[cancel.key for cancel in cancels if cancel.direction == "receive"],
+            waiting_terms=terms if any(terms) else (),
+        )
+        meta = self.connector.build_connector_meta(view)
+        for hold in meta.holds:
+            self.hold(hold)
+        kept, self._kept = self._kept, {}
+        for block_ids in kept.values():
+            self._pool.release(block_ids, Holder.ACTIVE)
+        return meta, cancels, bool(kept)
+
+    def _take_news(self) -> _News:
+        """What is told now. A few tokens of decodes wait for others', as long as the connector lets them."""
+        news = self._news
+        self._num_waited += 1
+        hurries = news.is_urgent or news.preempted or news.finished or news.aborted
+        if news.confirmed and not hurries and self._num_waited < self._confirmed_steps:
+            return _News()
+        self._num_waited = 0
+        self._news = _News()
+        return news
+
+    def hold(self, hold: BlockHold) -> None:
+        """A transfer reads these blocks until its end is reported."""
+        assert hold.key not in self._holds
+        self._pool.hold(hold.block_ids, Holder.ACTIVE)
+        self._holds[hold.key] = hold
+
+    def settle(self, results: TransferResults) -> Settled:
+        """Results of a step as its ranks reported them: holds and quarantines that they end are released.
+
+        The connector says first what the engine shall act on, and hears of that before the engine does.
+        """
+        for outcomes in results:
+            self.num_damaged += sum(outcome.num_damaged for outcome in outcomes.values())
+        if self.connector is not None:
+            results = self.connector.resolve_results(results)
+        if self.connector is None or not results:
+            return Settled([], [], False)
+        self.connector.update_connector_output(results)
+        settled = Settled([], [], True)
+        for ok, outcomes in ((True, results.finished_sending), (False, results.failed_sending)):
+            for key, outcome in outcomes.items():
+                hold = self._holds.pop(key, None)
+                if hold is not None:
+                    self._pool.release(hold.block_ids, Holder.ACTIVE)
+                if key not in self._news.sent_anew:  # or it is about an earlier reader, whose end nobody waits for
+                    settled.sends.append(EndedSend(key, ok, outcome))
+        for ok, outcomes in ((True, results.finished_receiving), (False, results.failed_receiving)):
+            for key, outcome in outcomes.items():
+                exposed, load = self._quarantine.pop(key, None), self.loads.get(key)
+                if exposed is not None:
+                    self._pool.release(exposed, Holder.QUARANTINE)
+                    if (cancel := Cancel(key, "receive")) in self._cancels:
+                        self._cancels.remove(cancel)  # else it would hit the request's next load
+                elif load is None:
+                    self.num_unknown_results += 1
+                if load is not None:
+                    settled.loads.append(EndedLoad(load, ok, outcome))
+                    from_peer = load.request.kv == "await_peer" or load.request.handoff is not None
+                    if not from_peer and outcome.code != TransferCancelled.code:
+                        self._swap.loaded(load.stop - load.start, outcome.seconds)
+        return settled
+
+    def take_tier_events(self, name: str) -> Sequence[TierEvents]:
+        """What the connector, of that name, has to tell of tiers below the cache; their parts are named as in the
+        stats.
+        """
+        events = () if self.connector is None else self.connector.take_events()
+        return [msgspec.structs.replace(each, parts=[part.under(name) for part in each.parts]) for each in events]
+
+    def order_tiers(self, order: CacheOrder) -> int:
+        """An operator's order for tiers below the cache; returns how many answers will come."""
+        return 0 if self.connector is None else self.connector.order_tiers(order)
+
+    def take_tier_answers(self) -> Sequence[CacheAnswer]:
+        """Those that have come."""
+        return () if self.connector is None else self.connector.take_tier_answers()
+
+    @property
+    def problem(self) -> str:
+        """Why the connector cannot be used now; empty: nothing is known to be wrong."""
+        return "" if self.connector is None else without_secrets(self.connector.problem)[:MAX_PROBLEM_CHARS]
+
+    def get_stats(self, name: str) -> dict[str, ConnectorStats]:
+        """The connector's counts, of both sides and all ranks, by its name or NAME/PART."""
+        if self.connector is None:
+            return {}
+        stats = stats_under(name, sum_stats([self.worker_stats, self.connector.get_stats()]))
+        return dict(islice(stats.items(), MAX_CONNECTOR_PARTS))

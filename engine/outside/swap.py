@@ -1,0 +1,62 @@
+"""Whether the KV of a preempted request is read from where it was saved, or computed again.
+
+Nothing is written for it: stores save what is confirmed behind each step, and find it by key when the request comes
+again.
+"""
+
+from collections.abc import Callable
+
+from pdkv.base.cost_line import Line
+from pdkv.config import Preemption
+from pdkv.wire.messages import RequestKey
+
+TRY_AGAIN_AFTER = 32
+"""Requests that were computed again; the next one is read, for what it takes now."""
+
+
+class SwapRule:
+    """Of one engine.
+
+    Args:
+        policy: "auto": whatever took less time lately; what has not been measured yet is read.
+        step_s: seconds that a step of so many tokens takes.
+        step_tokens: the most of one step.
+    """
+
+    def __init__(self, policy: Preemption, step_s: Callable[[int], float], step_tokens: int) -> None:
+        self._policy = policy
+        self._step_s = step_s
+        self._step_tokens = step_tokens
+        self._loads = Line()  # tokens
+        self._computed: set[RequestKey] = set()  # since one was read
+        self._tried: RequestKey | None = None  # for what reading takes now
+
+    @property
+    def looks(self) -> bool:
+        """Whether anything can come of asking what is there."""
+        return self._policy != "recompute"
+
+    def loaded(self, num_tokens: int, seconds: float) -> None:
+        """A load from a store took so long; one that failed counts as well."""
+        self._loads.add(num_tokens, seconds)
+
+    def prefers_load(self, key: RequestKey, num_tokens: int) -> bool:
+        """Whether so many tokens of this request, which are there, are read. May be asked again before it is done."""
+        if self._policy == "swap" or not self._loads.known:
+            return self.looks
+        if not self.looks:
+            return False
+        at_rest, per_token = self._loads.fit()
+        reads = at_rest + per_token * num_tokens < self._compute_s(num_tokens)
+        if reads or key == self._tried:
+            return True
+        self._computed.add(key)
+        if len(self._computed) <= TRY_AGAIN_AFTER:
+            return False
+        self._tried = key
+        self._computed.clear()
+        return True
+
+    def _compute_s(self, num_tokens: int) -> float:
+        whole, rest = divmod(num_tokens, self._step_tokens)
+        return whole * self._step_s(self._step_tokens) + (self._step_s(rest) if rest else 0.0)

@@ -1,0 +1,65 @@
+"""The attention of one step: what a backend gets before the layers run."""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pdkv.engine.worker.batch import IntArray, StepInputs
+from pdkv.models.heads import Heads
+
+
+class Layer(NamedTuple):
+    """Where a layer's KV lies, and how far back it looks."""
+
+    group: int  # of the block tables
+    layer: int  # of a block's layers
+    window: int | None = None  # how many keys a query sees, its own included; None: all up to its own
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # what 1.0 stands for in K and V that are stored in FP8
+
+
+class ModelInputs(NamedTuple):
+    """What the model itself takes of a step, padded, on its device."""
+
+    token_ids: torch.Tensor  # (n,) int64
+    positions: torch.Tensor  # (n,) int64
+    rows: torch.Tensor | None  # (m,) int64, of the tokens; None: all of them
+
+
+class AttentionBackend(ABC):
+    """Writes K and V of a step's tokens into the pool and attends to it. `prepare` once per step, then every layer."""
+
+    @abstractmethod
+    def prepare(
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+    ) -> ModelInputs:
+        """Take in a step.
+
+        Args:
+            block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
+            rows: ascending tokens of the step whose attention the last layer must give; None for all.
+            size: to how many rows a step is padded that has one token per request; only where `pads_decodes`. All that
+                `attend` then reads of the step lies where it lay in the last step of that size.
+        """
+
+    @property
+    def pads_decodes(self) -> bool:
+        """Whether steps of one token per request may be padded, and what they run be captured."""
+        return False
+
+    @abstractmethod
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+        """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size), both padded.
+
+        `heads`: what queries and keys go through first, in place; None: they already have.
+        """
+
+    def padded(self, num_rows: int) -> int:
+        """To how many rows a step, and the rows of its last layer, are padded. Padding is never written to the pool."""
+        return num_rows
+
+
+def pad(array: IntArray, size: int) -> IntArray:
+    """`array` (n,) followed by zeros, `size` in all."""
+    return array if len(array) == size else np.concatenate([array, np.zeros(size - len(array), dtype=array.dtype)])

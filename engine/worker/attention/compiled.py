@@ -1,0 +1,157 @@
+"""Attention by the compiled kernels, which read paged KV where it lies: of single queries, and of prompts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from pdkv.engine.worker.attention.runs import Prompts
+from pdkv.engine.worker.attention.tiles import Singles
+from pdkv.engine.worker.batch import IntArray
+from pdkv.kernels import host, prompts
+from pdkv.kernels.linear import level
+
+Work = TypeVar("Work", Singles, Prompts)
+Args = TypeVar("Args", host.AttentionArgs, prompts.PromptArgs)
+
+
+class _Taken(NamedTuple):
+    """What a kernel reads of a step's work, by its names; the vectors are kept alive for it."""
+
+    work: object
+    vectors: Sequence[IntArray]
+    fields: Sequence[tuple[str, int]]
+
+
+class _Queries(ABC, Generic[Work, Args]):
+    """Over one pool. `prepare` once per step, then `attend` per layer."""
+
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
+        """`kv_pool` as in `pool_shape`, contiguous, of a dtype that the kernel takes."""
+        self._pool = kv_pool
+        _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
+        side = kv_heads * block_size * head_size
+        self._side_bytes = side * kv_pool.element_size()
+        self._block_tables: IntArray = np.empty((0, 0), dtype=np.int64)
+        self._taken: dict[int, _Taken] = {}  # of this step, by the identity of its work
+        self._args: Args = self._make_args(
+            heads=num_heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            block_stride=num_layers * 2 * side,
+            row_stride=(num_heads + 2 * kv_heads) * head_size,
+            dtype=host.DTYPES[_name(kv_pool.dtype)],
+        )
+        self._args.scale = head_size**-0.5
+
+    @abstractmethod
+    def _make_args(self, **fields: int) -> Args:
+        """The kernel's, with these fields."""
+
+    @abstractmethod
+    def _vectors(self, work: Work, tables: IntArray) -> Mapping[str, IntArray]:
+        """What the kernel reads of `work`, by its names; `tables` (slots of all groups, max_blocks)."""
+
+    def _scalars(self, work: Work) -> Sequence[tuple[str, int]]:
+        """Numbers that the kernel reads of `work`, by its names."""
+        return ()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Call the kernel."""
+
+    def prepare(self, block_tables: IntArray) -> None:
+        """Take in a step's block tables, (groups, max_num_seqs, max_blocks) int64; `slots` count through all groups."""
+        self._block_tables = block_tables.reshape(-1, block_tables.shape[2])
+        self._taken.clear()
+        self._args.num_threads = torch.get_num_threads()
+
+    def attend(self, layer: int, qkv: torch.Tensor, work: Work, out: torch.Tensor) -> None:
+        """Write each query's attention into its row of `out` (rows, heads * head_size).
+
+        Args:
+            layer: index in a block.
+            qkv: (n, heads + 2 * kv_heads, head_size), contiguous.
+        """
+        args = self._args
+        first = self._pool.data_ptr() + 2 * layer * self._side_bytes
+        args.keys, args.values = first, first + self._side_bytes
+        args.qkv, args.out = qkv.data_ptr(), out.data_ptr()
+        taken = self._taken.get(id(work)) or self._take(work)
+        for name, value in taken.fields:
+            setattr(args, name, value)
+        args.n = len(work.slots)
+        self._run()
+
+    def _take(self, work: Work) -> _Taken:
+        named = self._vectors(work, self._block_tables)
+        vectors = [np.ascontiguousarray(vector, dtype=np.int64) for vector in named.values()]
+        fields = [(name, vector.ctypes.data) for name, vector in zip(named, vectors, strict=True)]
+        fields += self._scalars(work)
+        taken = self._taken[id(work)] = _Taken(work, vectors, fields)
+        return taken
+
+
+class SingleQueries(_Queries[Singles, host.AttentionArgs]):
+    """Tokens of outputs."""
+
+    @classmethod
+    def of(cls, kv_pool: torch.Tensor, num_heads: int) -> "SingleQueries | None":
+        """None where the kernel is not there or does not take the dtype or the sizes."""
+        block_size, head_size = kv_pool.shape[4:]
+        fits = head_size % 16 == 0 and head_size <= host.MAX_HEAD_SIZE and block_size % 4 == 0
+        if not fits or _name(kv_pool.dtype) not in host.DTYPES or not host.available():
+            return None
+        return cls(kv_pool, num_heads)
+
+    def _make_args(self, **fields: int) -> host.AttentionArgs:
+        return host.AttentionArgs(**fields)
+
+    def _vectors(self, work: Singles, tables: IntArray) -> Mapping[str, IntArray]:
+        return {
+            "q_rows": work.qkv_rows,
+            "out_rows": work.out_rows,
+            "seq_lens": work.seq_lens,
+            "hidden": work.hidden,
+            "first_blocks": work.slots * tables.shape[1] + work.first_blocks,
+            "block_tables": tables,
+        }
+
+    def _run(self) -> None:
+        host.attend(self._args)
+
+
+class PromptQueries(_Queries[Prompts, prompts.PromptArgs]):
+    """Tokens of prompts."""
+
+    @classmethod
+    def of(cls, kv_pool: torch.Tensor, num_heads: int) -> "PromptQueries | None":
+        """None where the kernel is not there or does not take the dtype or the sizes."""
+        kv_heads, _, head_size = kv_pool.shape[3:]
+        return cls(kv_pool, num_heads) if prompts.takes(kv_pool.dtype, num_heads, kv_heads, head_size) else None
+
+    def _make_args(self, **fields: int) -> prompts.PromptArgs:
+        return prompts.PromptArgs(level=level(), **fields)
+
+    def _vectors(self, work: Prompts, tables: IntArray) -> Mapping[str, IntArray]:
+        return {
+            "q_rows": work.qkv_rows,
+            "out_rows": work.out_rows,
+            "positions": work.positions,
+            "counts": work.counts,
+            "tables": work.slots * tables.shape[1],
+            "block_tables": tables,
+        }
+
+    def _scalars(self, work: Prompts) -> Sequence[tuple[str, int]]:
+        return [("window", work.window)]
+
+    def _run(self) -> None:
+        prompts.attend_prompts(self._args)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,74 @@
+"""Paged attention on CUDA: the Triton kernels over the whole step in one launch per layer; on a CPU
+their references, from FP8 pools.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from pdkv.engine.worker.attention.backend import AttentionBackend, Layer, ModelInputs
+from pdkv.engine.worker.batch import IntArray, StepInputs
+from pdkv.engine.worker.step_buffers import StepBuffers, StepTensors
+from pdkv.kernels.kv_copy import write_kv
+from pdkv.kernels.paged_attention import paged_attention
+from pdkv.models.heads import Heads
+
+
+class CudaAttention(AttentionBackend):
+    """The backend of pools in device memory. What a step needs is copied to the device once, not per layer."""
+
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> None:
+        """Arguments as those of `make_backend`."""
+        self._layers = list(layers)
+        self._pool = kv_pool
+        self._num_heads = num_heads
+        self._kv_heads = kv_pool.shape[3]
+        self._scale = float(kv_pool.shape[5] ** -0.5)
+        self._buffers: StepBuffers | None = None
+        self._padded_buffers: StepBuffers | None = None  # of steps that are padded: these stay where they are
+        self._step: StepTensors | None = None
+
+    def prepare(
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+    ) -> ModelInputs:
+        if self._buffers is None or self._padded_buffers is None:
+            num_groups, num_seqs, num_blocks = block_tables.shape
+            where = self._pool.device, self._pool.shape[4], (num_groups, num_seqs, num_blocks)
+            self._buffers, self._padded_buffers = StepBuffers(*where), StepBuffers(*where, num_tokens=num_seqs)
+        buffers = self._buffers if size is None else self._padded_buffers
+        step = self._step = buffers.load(inputs, block_tables, rows, size=size)
+        return ModelInputs(step.token_ids, step.positions, step.rows)
+
+    @property
+    def pads_decodes(self) -> bool:
+        return True
+
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+        step = self._step
+        assert step is not None, "prepare comes first"
+        if heads is not None:
+            heads.apply(qkv)
+        own, kv_heads = self._num_heads, self._kv_heads
+        q, k, v = qkv[:, :own], qkv[:, own : own + kv_heads], qkv[:, own + kv_heads :]
+        place = self._layers[layer]
+        write_kv(self._pool, place.layer, k, v, step.slot_mapping[place.group], place.kv_scales)
+        out = self._attention(layer, q).flatten(1)
+        if layer == len(self._layers) - 1 and step.rows is not None:
+            return out.index_select(0, step.rows)
+        return out
+
+    def _attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Of queries (n, heads, head_size) to the pool, in which the step's keys and values are."""
+        step, place = self._step, self._layers[layer]
+        assert step is not None, "prepare comes first"
+        return paged_attention(
+            q,
+            self._pool,
+            place.layer,
+            step.block_tables[place.group],
+            step.seq_lens,
+            step.cu_seqlens_q,
+            self._scale,
+            window=place.window,
+            kv_scales=place.kv_scales,
+        )

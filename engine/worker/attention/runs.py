@@ -1,0 +1,60 @@
+"""Dividing a step for the compiled kernels: runs of prompts' tokens, and single tokens of outputs. Pure numpy."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pdkv.engine.worker.attention.tiles import Singles
+from pdkv.engine.worker.batch import IntArray, StepInputs
+
+
+class Prompts(NamedTuple):
+    """Runs of a prompt's tokens at adjacent positions, in adjacent rows; one entry each."""
+
+    slots: IntArray
+    qkv_rows: IntArray  # of each run's first query in the step
+    out_rows: IntArray  # where its output goes
+    positions: IntArray  # its position
+    counts: IntArray  # queries
+    window: int  # keys that each query sees, its own included; 0: all up to its own
+
+
+class RunPlan(NamedTuple):
+    """A step's queries are the rows [0, num_rows), each once, in a run or single."""
+
+    prompts: Prompts
+    singles: Singles
+    num_rows: int
+
+
+_NONE: IntArray = np.empty(0, dtype=np.int64)
+_NO_PROMPTS = Prompts(_NONE, _NONE, _NONE, _NONE, _NONE, 0)
+
+
+def plan_runs(inputs: StepInputs, rows: IntArray | None, block_size: int, *, window: int | None = None) -> RunPlan:
+    """All of the step's tokens, or the tokens `rows` (ascending) only.
+
+    A token of a prompt is in a run and one of an output single, whatever else the step holds. So it is computed again,
+    as behind a death or a preemption, as it was the first time.
+
+    Args:
+        window: as for `plan_tiles`.
+    """
+    outs = np.arange(len(inputs.positions) if rows is None else len(rows))
+    rows = outs if rows is None else rows
+    if len(inputs.slots) == len(inputs.positions):  # a token each, as in most steps
+        request = rows
+    else:
+        request = np.searchsorted(inputs.cu_seqlens_q, rows, side="right") - 1
+    slots, positions = inputs.slots[request], inputs.positions[rows]
+    in_prompt = positions < inputs.num_prompt[request]
+    if not in_prompt.any():
+        return RunPlan(_NO_PROMPTS, Singles.at(slots, rows, outs, positions, block_size, window), len(rows))
+    single = ~in_prompt
+    starts = in_prompt.copy()
+    starts[1:] &= (np.diff(rows) != 1) | (np.diff(request) != 0) | single[:-1]
+    [first] = np.nonzero(starts)
+    counts = np.add.reduceat(in_prompt, first, dtype=np.int64)
+    prompts = Prompts(slots[first], rows[first], outs[first], positions[first], counts, window or 0)
+    singles = Singles.at(slots[single], rows[single], outs[single], positions[single], block_size, window)
+    return RunPlan(prompts, singles, len(rows))

@@ -1,0 +1,55 @@
+"""Which attention serves a pool."""
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from pdkv.engine.worker.attention.backend import AttentionBackend, Layer
+from pdkv.engine.worker.attention.cpu import CpuAttention
+from pdkv.engine.worker.attention.cuda import CudaAttention
+from pdkv.errors import ConfigError
+from pdkv.kernels.kv_copy import FP8
+
+logger = logging.getLogger(__name__)
+
+AttentionName = Literal["auto", "triton", "flashinfer"]
+
+
+def on_device(kv_pool: torch.Tensor) -> bool:
+    """Whether a device's kernels attend to the pool."""
+    return kv_pool.is_cuda
+
+
+def make_backend(
+    kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], name: AttentionName = "auto"
+) -> AttentionBackend:
+    """The backend of the pool's device, and dtype.
+
+    Args:
+        kv_pool: as in `pool_shape`.
+        num_heads: query heads of this rank.
+        layers: of the model, in order.
+        name: "auto": on a device FlashInfer, where it is installed and right, else our kernels.
+
+    Raises:
+        ConfigError: the one that is asked for cannot serve the pool.
+    """
+    if not on_device(kv_pool):
+        if name != "auto":
+            raise ConfigError(f"attention_backend {name!r} is for GPUs, and this engine computes on the CPU")
+        if kv_pool.dtype == FP8:  # which the references of the kernels read
+            return CudaAttention(kv_pool, num_heads, layers)
+        return CpuAttention(kv_pool, num_heads, layers)
+    from pdkv.engine.worker.attention.flashinfer_check import make_flashinfer
+
+    if name != "triton":
+        backend, remark = make_flashinfer(kv_pool, num_heads, layers)
+        if backend is not None:
+            logger.info("attention of steps with prompts by FlashInfer %s", remark)
+            return backend
+        if name == "flashinfer":
+            raise ConfigError(f"attention_backend 'flashinfer' cannot be: {remark}")
+        logger.info("attention by pdkv's Triton kernels, not by FlashInfer: %s", remark)
+    return CudaAttention(kv_pool, num_heads, layers)

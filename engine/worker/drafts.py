@@ -1,0 +1,84 @@
+"""Several rows per request and step: guesses at the tokens to come are computed together with the last known one.
+
+A proposer guesses; the next step computes the guesses as if they were right, and draws behind each row what it would
+draw there anyhow: draws depend on seed and position alone. The drawn tokens are the output as far as the guesses in
+front of them were right, so a proposer changes how many steps an output takes, and no token of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.engine.plan import NewRequest
+from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
+
+
+class Proposer(Protocol):
+    """Runs beside the runner, behind the draw, on every rank: all must propose the same.
+
+    One that draws uses the uniform of the target at that position (`engine/worker/sampling/randomness.py`): it is right
+    more often then.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that it proposes for a request and step."""
+        ...
+
+    def propose(self, requests: Sequence[NewRequest], token_ids: Sequence[IntArray]) -> Sequence[Sequence[int]]:
+        """Tokens of the vocabulary that may follow, for each of the requests that a step drew for.
+
+        Args:
+            token_ids: all of each request's prompt and output; not to be changed or kept.
+        """
+        ...
+
+
+class DrawRows(NamedTuple):
+    """The rows of a step behind which tokens are drawn: of m requests that sample, each 1 + its drafts, n together."""
+
+    requests: IntArray  # (m,) which ones of the step
+    starts: IntArray  # (m,) first of their rows below
+    rows: IntArray  # (n,) of the step's tokens, ascending
+    slots: IntArray  # (n,)
+    num_tokens: IntArray  # (n,) known to the row, drafts included: the index of the token that is drawn
+
+    @classmethod
+    def of(cls, inputs: StepInputs) -> "DrawRows":
+        """All that a step has."""
+        requests = inputs.sampling
+        last, seq_lens, slots = inputs.cu_seqlens_q[1:][requests] - 1, inputs.seq_lens[requests], inputs.slots[requests]
+        if not inputs.num_drafts.any():
+            return cls(requests, np.arange(len(requests)), last, slots, seq_lens)
+        counts = inputs.num_drafts[requests] + 1
+        stops = np.cumsum(counts)
+        behind = np.arange(stops[-1]) - np.repeat(stops, counts) + 1  # -drafts … 0
+        rows, known = np.repeat(last, counts) + behind, np.repeat(seq_lens, counts) + behind
+        return cls(requests, stops - counts, rows, np.repeat(slots, counts), known)
+
+    def shares(self) -> Iterator[tuple[int, int, int]]:
+        """Of each request its slot, and the range [start, stop) of its rows."""
+        stops = [*self.starts[1:].tolist(), len(self.rows)]
+        return zip(self.slots[self.starts].tolist(), self.starts.tolist(), stops, strict=True)
+
+    def count_right(self, tokens: IntArray, batch: PersistentBatch) -> IntArray:
+        """How many of the tokens drawn (n,) belong to each request's output, (m,): one more than its right drafts.
+
+        0 where the first row has no choice, which is -1; a later one without is left to the next step.
+        """
+        if len(self.rows) == len(self.starts):
+            return (tokens >= 0).astype(np.int64)
+        is_last = np.zeros(len(tokens), np.bool_)
+        is_last[self.starts[1:] - 1] = is_last[-1] = True
+        wrong = is_last | (tokens != batch.token_ids[self.slots, self.num_tokens])
+        first_wrong = np.minimum.reduceat(np.where(wrong, np.arange(len(tokens)), len(tokens)), self.starts)
+        return first_wrong - self.starts + (tokens[first_wrong] >= 0)
+
+    def kept(self, counts: IntArray) -> npt.NDArray[np.bool_]:
+        """(n,) bool: the first counts[i] rows of request i."""
+        if len(self.rows) == len(self.starts):
+            return counts > 0
+        stops = np.append(self.starts[1:], len(self.rows))
+        return np.arange(len(self.rows)) < np.repeat(self.starts + counts, stops - self.starts)

@@ -1,0 +1,335 @@
+"""Executors run the steps of an engine on its ranks. In-process: one rank, on the thread that calls."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
+from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
+from pdkv.engine.plan import StepOutput, StepPlan
+from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.worker.dtype import resolve_dtype, resolve_kv_dtype
+from pdkv.engine.worker.graphs import decode_sizes, make_recorder
+from pdkv.engine.worker.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
+from pdkv.engine.worker.kv_cache import (
+    allocate_pool,
+    check_pool,
+    length_that_fits,
+    make_layout,
+    num_blocks_that_fit,
+    pool_bytes,
+)
+from pdkv.engine.worker.masks import Masks
+from pdkv.engine.worker.memory_profile import profiled_bytes
+from pdkv.engine.worker.pending import DoneStep, PendingStep
+from pdkv.engine.worker.runner import ModelRunner
+from pdkv.engine.worker.threads import StepThreads
+from pdkv.errors import ConfigError
+from pdkv.models.config import ModelConfig, resolve_max_model_len
+from pdkv.models.decoder import Decoder
+from pdkv.models.kv_scales import read_kv_scales
+from pdkv.models.loader import load_decoder
+from pdkv.models.parallel import ALONE, TensorParallel
+from pdkv.models.shard import WHOLE, Shard
+from pdkv.models.weight_files import WeightFiles
+from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
+from pdkv.wire.messages import EngineCard, KVLayout
+
+
+class Ended(NamedTuple):
+    """What the connector's worker sides say between two steps."""
+
+    transfers: TransferResults
+    stats: Stats | None = None  # since start; None: as before
+    is_report: bool = False  # the answer to `Executor.report`
+
+
+NOTHING_ENDED = Ended(NO_TRANSFERS)
+
+
+class Executor(ABC):
+    """What the engine core knows of its ranks."""
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run one step on all ranks and return their common output. Blocks; raises what a rank raised."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Give a step to the engine's device. Where that computes behind its host, the step has not ended then.
+
+        At most MAX_PENDING launched before may be unfinished. Where an executor has no `launch` of its own, as that of
+        several ranks, the step has ended. May block: see docs/engine-loop.md. Raises what a rank raised.
+        """
+        return DoneStep(self.execute(plan))
+
+    def enter_thread(self) -> None:
+        """The thread that calls this runs all steps from now on; an executor that nobody told runs them on the thread
+        that made it.
+        """
+
+    def take_finished(self) -> Ended:
+        """Between steps: transfers that ended since the last one, as far as that costs nothing.
+
+        Not more than a saving: what it leaves is in the next step's output. An engine of several ranks leaves all of
+        it, since a transfer has ended when it has on every rank.
+        """
+        return NOTHING_ENDED
+
+    def ask_finished(self, *, with_stats: bool = False) -> Ended:
+        """`take_finished` of all ranks, which are asked. Blocks for their answers; raises what a rank raised.
+
+        `with_stats`: also where no transfer has ended.
+        """
+        return self.take_finished()
+
+    def report(self) -> Ended:
+        """Between steps: what all ranks have to say of now, whatever it is. Blocks and raises as `ask_finished`."""
+        return self.ask_finished(with_stats=True)._replace(is_report=True)
+
+    @abstractmethod
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        """Between steps: tell the connector's worker sides which engines came and went."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the ranks and give everything back. Idempotent."""
+
+
+class RankInfo(NamedTuple):
+    """One rank of an engine, as its card names it."""
+
+    pid: int
+    blob: bytes  # the handshake of its worker side; empty without a connector
+
+
+class ModelExecutor(Executor):
+    """Runs a real model. Two phases, since a connector may own the KV pool and needs to know its size first.
+
+    When it is made, `layout` (of one rank) and `num_blocks` are known and the connector can be built. `attach` takes
+    the pool and the connector's worker side; after it steps can run.
+    """
+
+    layout: KVLayout
+    num_blocks: int
+    max_model_len: int
+    models_of_other_ranks: Sequence[str] = ()  # identities of what they loaded, in order
+
+    @abstractmethod
+    def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
+        """Take this rank's pool from the connector (None: allocate one) and its worker side; warm up. By rank.
+
+        Raises:
+            ConfigError: the pool has another shape or dtype than `layout` and `num_blocks` say.
+        """
+
+
+def resolve_device(config: EngineConfig, shard: Shard = WHOLE) -> torch.device:
+    """The device that a rank computes on.
+
+    Raises:
+        ConfigError: CUDA was asked for and there is none, or not one for each rank.
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError("device cuda was asked for, but torch finds no CUDA device")
+    if not available or config.device == "cpu":
+        return torch.device("cpu")
+    devices = config.device_numbers or range(torch.cuda.device_count())
+    if shard.size > len(devices):
+        raise ConfigError(f"tp {shard.size} needs as many CUDA devices, {len(devices)} are there")
+    return torch.device("cuda", devices[shard.rank])
+
+
+def _prepare_process(device: torch.device, num_threads: int | None) -> None:
+    """Set what torch computes with in this process. `num_threads`: None leaves it as it is."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what names no number means this one
+    if device.type == "cpu":
+        keep_freed_memory()
+        bound_kernel_caches()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def _make_layout(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    device: torch.device,
+    shard: Shard,
+    weights: WeightFiles | None,
+    *,
+    grouped: bool,
+) -> KVLayout:
+    """Of one rank, for a model computed in `dtype`."""
+    kv_dtype = resolve_kv_dtype(config, dtype, device)
+    kv_scales = () if kv_dtype == dtype else read_kv_scales(config.model, model_config.num_layers, weights)
+    return make_layout(
+        model_config, block_size=config.block_size, dtype=kv_dtype, shard=shard, grouped=grouped, kv_scales=kv_scales
+    )
+
+
+class InProcessExecutor(ModelExecutor):
+    """One rank in this process: the only one, or one that takes its part in the forward passes of several."""
+
+    _runner_type: type[ModelRunner] = ModelRunner
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        *,
+        max_num_batched_tokens: int,
+        parallel: TensorParallel = ALONE,
+        weights: WeightFiles | None = None,
+        grouped: bool = True,
+        hit_tokens: int = 0,
+        proposer: Proposer | None = None,
+        processors: ProcessorSet = NO_PROCESSORS,
+        masks: Masks | None = None,
+        start_timeout_s: float | None = None,
+    ) -> None:
+        """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
+
+        Args:
+            weights: the model's files, already open; None: they are opened here.
+            grouped: as in `make_layout`.
+            hit_tokens: as in `kept_from`.
+            proposer, processors, masks: as in `ModelRunner`.
+            start_timeout_s: of several ranks: how long one waits for another, also on its device, until steps can run;
+                each loads and compiles at its own pace.
+
+        Raises:
+            ModelError: the weights are missing, broken, or changed while they were read.
+            ConfigError: no such device, or no room for the KV of one request of the longest length.
+            RankError: another rank failed.
+        """
+        shard = self.shard = parallel.shard
+        self._config, self._parallel = config, parallel
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._hit_tokens = hit_tokens
+        self._proposer = proposer
+        self._processors = processors
+        self._masks = masks
+        self._start_timeout_s = config.rank_timeout_s if start_timeout_s is None else start_timeout_s
+        self._runner: ModelRunner | None = None
+        self._worker: WorkerConnector | None = None
+        self.device = resolve_device(config, shard)
+        _prepare_process(self.device, config.threads)
+        dtype = resolve_dtype(config, model_config, self.device)
+        self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
+        self.layout = _make_layout(model_config, config, dtype, self.device, shard, weights, grouped=grouped)
+        size_bytes = pool_bytes(config, self.device)
+        if size_bytes is not None:
+            self._size_pool(size_bytes)  # before the weights, which may take minutes
+        self._model = self._load_model(model_config, dtype, weights)
+        on_cpu = self.device.type == "cpu"
+        self._decode_sizes = () if on_cpu else decode_sizes(config.max_num_seqs)
+        self._recorder = make_recorder(self.device, enforce_eager=config.enforce_eager, num_ranks=shard.size)
+        if size_bytes is None:
+            self._size_pool(self._profile())
+        self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size) if on_cpu else None
+
+    def _load_model(self, model: ModelConfig, dtype: str, weights: WeightFiles | None) -> Decoder:
+        return load_decoder(
+            self._config.model,
+            model,
+            dtype=getattr(torch, dtype),
+            device=self.device,
+            max_model_len=self.max_model_len,
+            parallel=self._parallel,
+            weights=weights,
+            linears=self._config.cpu_linears,
+        )
+
+    def _profile(self) -> int:
+        """Bytes that a GPU has for KV."""
+        config = self._config
+        return profiled_bytes(
+            self._model,
+            self.layout,
+            utilization=config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
+            max_num_tokens=self._max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            attention_backend=config.attention_backend,
+            decode_sizes=self._decode_sizes,
+            num_graphs=0 if self._recorder is None else len(self._decode_sizes),
+            timeout_s=self._start_timeout_s,
+        )
+
+    def _size_pool(self, size_bytes: int) -> None:
+        self.num_blocks = num_blocks_that_fit(self.layout, size_bytes)
+        most = self.max_model_len, self._max_num_batched_tokens, self._hit_tokens
+        self.max_model_len = length_that_fits(self._config, self.layout, self.num_blocks, *most)
+
+    def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
+        if kv_pool is None:
+            kv_pool = allocate_pool(self.layout, self.num_blocks, self.device)
+        check_pool(kv_pool, self.layout, self.num_blocks)
+        if worker is not None:
+            worker.register_kv_caches(kv_pool)
+        config, self._worker = self._config, worker
+        self._runner = self._runner_type(
+            self._model,
+            kv_pool,
+            self.layout,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            worker=worker,
+            reports=self.shard.rank == 0,
+            check_finite=config.check_finite,
+            proposer=self._proposer,
+            processors=self._processors,
+            masks=self._masks,
+            attention_backend=config.attention_backend,
+            decode_sizes=self._decode_sizes,
+            recorder=self._recorder,
+            timeout_s=self._start_timeout_s,
+        )
+        self._runner.warm_up(0 if self.device.type == "cpu" else self._max_num_batched_tokens)
+        if self.device.type == "cpu":
+            rows_each = 1 if self._proposer is None else 1 + self._proposer.num_tokens
+            take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, config.max_num_seqs * rows_each))
+        self._runner.set_timeout(config.rank_timeout_s)
+        self._parallel.set_timeout(config.rank_timeout_s)
+        return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        return self.launch(plan).finish()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        assert self._runner is not None, "attach comes first"
+        if self._threads is not None:
+            self._threads.use_for(plan.num_tokens)
+        return self._runner.launch(plan)
+
+    def enter_thread(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self._threads is not None:
+            self._threads.enter_thread()
+
+    def take_finished(self) -> Ended:
+        # What one of several ranks has ended others may not have.
+        return self.ask_finished() if self.shard.size == 1 else NOTHING_ENDED
+
+    def ask_finished(self, *, with_stats: bool = False) -> Ended:
+        """Of this rank alone."""
+        if self._worker is None:
+            return NOTHING_ENDED
+        transfers = self._worker.get_finished()
+        return Ended(transfers, self._worker.get_stats()) if transfers or with_stats else NOTHING_ENDED
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        if self._worker is not None:
+            self._worker.update_peers(added, removed)
+
+    def shutdown(self) -> None:
+        worker, self._worker, self._runner = self._worker, None, None
+        if worker is not None:
+            worker.shutdown()
+        self._parallel.close()

@@ -1,0 +1,87 @@
+"""How much of a GPU's memory is left for KV beside the largest step and the captured graphs."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pdkv.engine.worker.attention.select import AttentionName
+from pdkv.engine.worker.kv_cache import allocate_pool
+from pdkv.engine.worker.runner import ModelRunner
+from pdkv.errors import ConfigError
+from pdkv.host.memory_limits import format_bytes
+from pdkv.models.decoder import Decoder
+from pdkv.wire.messages import KVLayout
+
+_GRAPH_BYTES = 4 << 20
+"""Of the driver's for one captured step, beside the memory that its kernels write: some 500 kernels' arguments, and
+what the driver adds. torch does not see them, and what the device has left other processes change, too.
+"""
+
+_GRAPH_POOL_RATIO = 2
+"""Graphs of all sizes share memory, from which the largest alone would take what its kernels need at their peak."""
+
+
+def profiled_bytes(
+    model: Decoder,
+    layout: KVLayout,
+    *,
+    utilization: float,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    attention_backend: AttentionName,
+    decode_sizes: Sequence[int],
+    num_graphs: int,
+    timeout_s: float,
+) -> int:
+    """Bytes that an engine leaves of a share of a GPU: run all that it runs before it is ready over a pool of one
+    block, the largest step with it, and see what it took at its peak.
+
+    Args:
+        utilization: the share, in (0, 1].
+        max_num_tokens: of a step.
+        max_num_seqs: requests of a step, which all draw, with every option.
+        attention_backend, decode_sizes: as in `ModelRunner`.
+        num_graphs: how many steps will be captured.
+        timeout_s: how long the device may take for a step; it waits for ranks that load their weights longer.
+
+    Raises:
+        ConfigError: nothing is left, or other processes have taken what the share promises.
+    """
+    device = model.device
+    torch.cuda.reset_peak_memory_stats(device)
+    runner = ModelRunner(
+        model,
+        allocate_pool(layout, 1, device),
+        layout,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        attention_backend=attention_backend,
+        decode_sizes=decode_sizes,
+        timeout_s=timeout_s,
+    )
+    runner.warm_up(max_num_tokens)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    if num_graphs:
+        peak += _GRAPH_POOL_RATIO * _decode_bytes(runner, device) + num_graphs * _GRAPH_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    share, available = int(total * utilization), free + torch.cuda.memory_reserved(device)
+    if available < share:
+        raise ConfigError(
+            f"gpu_memory_utilization {utilization:.3g} asks for {format_bytes(share)} of {device}, and other processes "
+            f"leave {format_bytes(available)} of its {format_bytes(total)}"
+        )
+    size_bytes = share - peak
+    if size_bytes <= 0:
+        raise ConfigError(f"gpu_memory_utilization {utilization:.3g} leaves no memory of {device} for the KV cache")
+    return size_bytes
+
+
+def _decode_bytes(runner: ModelRunner, device: torch.device) -> int:
+    """What the largest decode step takes at its peak, beside what is there between steps."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.warm_up_decodes(None)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

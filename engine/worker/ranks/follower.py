@@ -1,0 +1,113 @@
+"""A rank of an engine that is not its first: it does what rank 0 orders, until rank 0 says stop or is gone."""
+
+import contextlib
+import os
+import socket
+
+from pdkv.connectors.base import KVConnectorMetadata
+from pdkv.engine.worker.executor import InProcessExecutor, RankInfo
+from pdkv.engine.worker.ranks.channel import RankChannel
+from pdkv.engine.worker.ranks.messages import (
+    Answer,
+    Attach,
+    Attached,
+    Broken,
+    Collect,
+    MasksTaken,
+    PeersChanged,
+    Sized,
+    Step,
+    Stop,
+    collected,
+    decode_order,
+    encode,
+    plan_of,
+    step_done,
+)
+from pdkv.engine.worker.ranks.ring_queue import RingReader
+from pdkv.errors import RankError, RankGone, RankTimeout
+
+
+class FirstRank:
+    """Rank 0 as another rank sees it: the ring that it writes, and the channel for answers."""
+
+    def __init__(self, sock: socket.socket, rank: int, *, timeout_s: float, start_timeout_s: float) -> None:
+        """Owns `sock`. Raises RankTimeout and RankGone where rank 0 offers no ring.
+
+        Args:
+            timeout_s: bound of an answer.
+            start_timeout_s: bound of each wait before the engine is ready.
+        """
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._channel = RankChannel(sock, "rank 0")
+        self._ring = RingReader(self._channel, rank - 1, start_timeout_s)
+        (self._wake_fd,) = self._channel.receive_fds(1, start_timeout_s)
+
+    def notify(self) -> None:
+        """The connector here has news: rank 0's loop asks all ranks. Thread-safe."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it wakes anyway, or it is gone
+            os.write(self._wake_fd, b"\0")
+
+    def say(self, answer: Answer) -> None:
+        """Raises RankTimeout and RankGone."""
+        self._channel.send(encode(answer), self._timeout_s)
+
+    def wait_to_attach(self, num_blocks: int, model: str) -> int:
+        """Say which model was loaded and how many blocks there is room for here; hear how many the engine has.
+
+        Raises:
+            RankError: rank 0 is gone, late, or stopped.
+        """
+        self.say(Sized(num_blocks, model))
+        order = decode_order(self._ring.get(self._start_timeout_s))
+        if not isinstance(order, Attach):
+            raise RankGone("rank 0 stopped before the engine was ready")
+        return order.num_blocks
+
+    def attached(self, info: RankInfo) -> None:
+        """This rank is ready. Raises RankTimeout and RankGone."""
+        self.say(Attached(info.pid, info.blob))
+
+    def hear_masks(self) -> MasksTaken:
+        """In the midst of a step: what rank 0 has taken. Raises RankTimeout and RankGone."""
+        order = decode_order(self._ring.get(self._timeout_s))
+        if not isinstance(order, MasksTaken):
+            raise RankError(f"rank 0 gave an order out of place: {type(order).__name__}")
+        return order
+
+    def follow(self, executor: InProcessExecutor, metadata_type: type[KVConnectorMetadata]) -> None:
+        """Run orders until rank 0 stops; an engine without requests is silent, so the wait for an order has no end.
+
+        Raises:
+            RankError: rank 0 went away or hangs; and whatever a step raised.
+        """
+        while True:
+            match decode_order(self._ring.get(None)):
+                case Step() as step:
+                    output = executor.execute(plan_of(step, metadata_type))
+                    self.say(step_done(output))
+                case Collect(with_stats=with_stats):
+                    ended = executor.ask_finished(with_stats=with_stats)
+                    self.say(collected(ended.transfers, ended.stats))
+                case PeersChanged(added=added, removed=removed):
+                    executor.update_peers(added, removed)
+                case Stop():
+                    return
+                case order:
+                    raise RankError(f"rank 0 gave an order out of place: {type(order).__name__}")
+
+    def give_up(self, error: Exception) -> None:
+        """Tell rank 0 why this rank ends, if it can hear it and does not see the same."""
+        if isinstance(error, RankGone | RankTimeout):
+            return
+        with contextlib.suppress(RankError):
+            self.say(Broken(f"{type(error).__name__}: {error}"))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._ring.close()
+        self._channel.close()
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1

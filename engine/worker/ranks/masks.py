@@ -1,0 +1,59 @@
+"""Masks on a rank that is not the first: rank 0 takes them, and says with them which rows it leaves out."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from pdkv.engine.plan import NewRequest
+from pdkv.engine.worker.batch import IntArray, PersistentBatch
+from pdkv.engine.worker.drafts import DrawRows
+from pdkv.engine.worker.masks import NO_MASKS, StepMasks
+from pdkv.engine.worker.ranks.messages import MasksTaken
+from pdkv.engine.worker.sampling.logit_processors import TokenMasks
+
+
+class RankMasks:
+    """As `GrammarMasks`, which every step hears what rank 0's has taken.
+
+    Args:
+        hear: waits for it; raises RankTimeout and RankGone.
+    """
+
+    def __init__(self, hear: Callable[[], MasksTaken]) -> None:
+        self._hear = hear
+        self._slots: set[int] = set()
+
+    def add(self, slot: int, request: NewRequest) -> None:
+        if request.grammar is not None:
+            self._slots.add(slot)
+
+    def remove(self, slot: int) -> None:
+        self._slots.discard(slot)
+
+    def resume(self, slots: Iterable[int]) -> None:
+        """Rank 0 holds them."""
+
+    def masks_in(self, slots: IntArray) -> bool:
+        return not self._slots.isdisjoint(slots.tolist())
+
+    def take(self, drawn: DrawRows, batch: PersistentBatch) -> StepMasks:
+        return unpack(self._hear()) if self.masks_in(drawn.slots) else NO_MASKS
+
+    def accept(self, drawn: DrawRows, tokens: IntArray, counts: IntArray, batch: PersistentBatch) -> None:
+        """Rank 0 does."""
+
+
+def pack(step: StepMasks) -> MasksTaken:
+    """For the other ranks."""
+    if step.masks is None:
+        return MasksTaken([], b"", list(step.late))
+    return MasksTaken(step.masks.rows.tolist(), step.masks.bits.numpy().tobytes(), list(step.late))
+
+
+def unpack(taken: MasksTaken) -> StepMasks:
+    """What `pack` was given on rank 0."""
+    if not taken.rows:
+        return StepMasks(None, taken.late)
+    bits = np.frombuffer(bytearray(taken.bits), np.int32).reshape(len(taken.rows), -1)
+    return StepMasks(TokenMasks(np.array(taken.rows, np.int64), torch.from_numpy(bits)), taken.late)

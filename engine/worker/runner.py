@@ -1,0 +1,322 @@
+"""The model runner of one rank: a step plan in, sampled tokens out, with the connector's hooks around each layer."""
+
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
+from pdkv.connectors.step_done import StepsDone, make_step_done
+from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
+from pdkv.engine.worker.attention.backend import Layer, pad
+from pdkv.engine.worker.attention.select import AttentionName, make_backend
+from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
+from pdkv.engine.worker.drafts import DrawRows, Proposer
+from pdkv.engine.worker.finite_check import FiniteCheck
+from pdkv.engine.worker.graphs import DecodeSteps, Recorder
+from pdkv.engine.worker.masks import GrammarMasks, Masks
+from pdkv.engine.worker.pending import DoneStep, PendingStep
+from pdkv.engine.worker.queued_step import DeviceQueue, Draws, QueuedStep, tokens_of
+from pdkv.engine.worker.readback import Read, read_here
+from pdkv.engine.worker.sampling.logit_processors import TokenMasks
+from pdkv.engine.worker.sampling.prompt_logprobs import PromptLogprobs
+from pdkv.engine.worker.sampling.sampler import SamplingState
+from pdkv.engine.worker.warm_up import WarmUp
+from pdkv.kernels.streams import streams_of
+from pdkv.kernels.upload import to_tensor
+from pdkv.models.decoder import Attend, Decoder
+from pdkv.models.heads import Heads
+from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
+from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
+
+
+class Computed(NamedTuple):
+    """What a step gives beside transfers; by request."""
+
+    sampled: dict[RequestKey, SampledTokens]
+    prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]
+    failed: dict[RequestKey, StepFailure]
+    late: list[RequestKey]
+    digest: int
+
+
+_NOTHING = Computed({}, {}, {}, [], 0)
+
+
+class ModelRunner:
+    """Runs steps over a persistent batch. Not thread-safe; `kv_pool` as in `pool_shape`, on the model's device.
+
+    Where the device computes behind its host, a step is queued there as a whole: the tokens that it draws stay on the
+    device, where the next step finds them, and one event says when the host may read them. Steps that
+    `_needs_host_tokens` tells of are computed in turn, as all are on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_pool: torch.Tensor,
+        layout: KVLayout,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        worker: WorkerConnector | None = None,
+        reports: bool = True,
+        check_finite: bool = False,
+        proposer: Proposer | None = None,
+        processors: ProcessorSet = NO_PROCESSORS,
+        masks: Masks | None = None,
+        attention_backend: AttentionName = "auto",
+        decode_sizes: Sequence[int] = (),
+        recorder: Recorder | None = None,
+        timeout_s: float = 30.0,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        """`reports` False: another rank tells the tokens, and their logprobs; this one draws the same for itself.
+
+        `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
+        `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
+        `processors`: those that requests may name.
+        `masks`: of the grammars that requests may have; None: they have none.
+        `attention_backend`: as in `make_backend`, which raises ConfigError.
+        `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
+        `recorder`: captures them when the runner warms up.
+        `timeout_s`: how long the device may take for a step, until `set_timeout`, by `clock`.
+        """
+        self._check_finite = check_finite
+        self._reports = reports
+        self._steps_done = StepsDone()
+        self._model = model
+        self._kv_pool = kv_pool
+        self._worker = worker
+        self._proposer = proposer
+        self._batch = PersistentBatch(
+            max_num_seqs, max_model_len, layout.block_size, layout.num_groups, has_drafts=proposer is not None
+        )
+        config = model.config
+        windows = config.windows or [None] * config.num_layers
+        places = zip(layout.places, windows, layout.scales, strict=True)
+        layers = [Layer(*place, window, scales) for place, window, scales in places]
+        self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend)
+        self._decodes: DecodeSteps | None = None
+        if decode_sizes and self._attention.pads_decodes:
+            self._decodes = DecodeSteps(model, self._attention, decode_sizes)
+        self._recorder = recorder
+        streams = streams_of(model.device)
+        self._queue = None if streams.is_host else DeviceQueue(max_num_seqs, model.device, streams, timeout_s, clock)
+        self._read: Read = read_here if self._queue is None else self._queue.read_now
+        self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors, self._read)
+        self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
+        self._masks = masks or GrammarMasks(None, config.eos_token_ids)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long the device may take for each later step."""
+        if self._queue is not None:
+            self._queue.set_timeout(timeout_s)
+
+    def warm_up(self, max_num_tokens: int = 0) -> None:
+        """Run steps in blocks that nobody uses yet, and capture those that can be.
+
+        So the first requests wait for no kernel, and the memory of compiled kernels is taken now and not bit by bit.
+
+        Args:
+            max_num_tokens: of one step; only on a device.
+        """
+        worker, self._worker = self._worker, None
+        proposer, self._proposer = self._proposer, None
+        num_groups, num_seqs, _ = self._batch.block_tables.shape
+        num_blocks, block_size = self._kv_pool.shape[0], self._kv_pool.shape[4]
+        limits = WarmUp(num_seqs, self._batch.token_ids.shape[1] - 1, num_groups, num_blocks, block_size)
+        for plan in limits.on_device(max_num_tokens) if max_num_tokens else limits.on_host():
+            self.execute(plan)
+        self.warm_up_decodes(self._recorder)
+        self._worker, self._proposer = worker, proposer
+
+    @torch.inference_mode()
+    def warm_up_decodes(self, recorder: Recorder | None) -> None:
+        """Run decode steps of each padded size with nobody in them, and capture them."""
+        if self._decodes is not None:
+            self._decodes.warm_up(self._batch.block_tables, recorder)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run one step; an empty one (no token scheduled) only makes the connector's calls."""
+        return self.launch(plan).finish()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Make the connector's calls of a step and give its work to the device. One launched before may be pending."""
+        worker, meta = self._worker, plan.kv_meta
+        if worker is not None:
+            for key, direction in plan.cancels:
+                worker.cancel(key, direction)
+        self._update_batch(plan)
+        if worker is not None and meta is not None:
+            meta.earlier_steps = self._steps_done.up_to(plan.settled)
+            meta.this_step = make_step_done(self._kv_pool.device)
+            self._steps_done.add(plan.step_id, meta.this_step)
+            worker.start_load_kv(meta)
+        computed = self._compute(plan.scheduled, self._attend(meta)) if plan.scheduled else _NOTHING
+        if meta is not None and meta.this_step is not None:
+            meta.this_step.record()
+        if worker is not None and meta is not None:
+            worker.wait_for_save()
+        transfers = NO_TRANSFERS if worker is None else worker.get_finished()
+        stats = worker.get_stats() if worker is not None and transfers else None
+        if isinstance(computed, Draws):
+            rest = StepOutput(plan.step_id, {}, {}, transfers, connector_stats=stats)
+            return QueuedStep(rest, computed, self._batch)
+        sampled, prompt_logprobs, failed, late, digest = computed
+        return DoneStep(StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, late, stats, digest))
+
+    def _update_batch(self, plan: StepPlan) -> None:
+        for key in plan.ended:
+            slot = self._batch.remove(key)
+            if slot is not None:
+                self._sampling.remove(slot)
+                self._prompt_logprobs.remove(slot)
+                self._masks.remove(slot)
+                if self._queue is not None:
+                    self._queue.tokens.forget(slot)
+        for request in plan.new:
+            slot = self._batch.add(request)
+            self._sampling.add(slot, request)
+            self._prompt_logprobs.add(slot, request)
+            self._masks.add(slot, request)
+        if plan.resumed:
+            self._masks.resume(self._batch.slot(key) for key in plan.resumed if key in self._batch)
+
+    def _attend(self, meta: KVConnectorMetadata | None) -> Attend:
+        """The attention of this step, between the connector's layer hooks where the step needs them."""
+        worker, attend, pool = self._worker, self._attention.attend, self._kv_pool
+        if worker is None or meta is None or not meta.needs_layer_hooks:
+            return attend
+
+        def attend_between_hooks(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
+            worker.wait_for_layer_load(layer)
+            out = attend(layer, qkv, heads)
+            worker.save_kv_layer(layer, pool, meta)
+            return out
+
+        return attend_between_hooks
+
+    def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "Computed | Draws":
+        """Forward pass, prompt logprobs and sampling of one step that is not empty."""
+        inputs = self._batch.prepare(scheduled)
+        if self._queue is not None and not self._needs_host_tokens(inputs):
+            return self._queue_inputs(self._queue, inputs, attend)
+        if not self._check_finite:
+            return self._compute_inputs(inputs, attend, None)
+        check = FiniteCheck(inputs, self._read)
+        computed = self._compute_inputs(inputs, check.around(attend), check)
+        failed = check.failures(scheduled, self._batch, self._kv_pool)
+        return computed._replace(failed={**computed.failed, **failed}) if failed else computed
+
+    def _needs_host_tokens(self, inputs: StepInputs) -> bool:
+        """Whether the host must know what a step draws before the next one is launched: then it is computed in turn.
+
+        That is so in all steps in which such a request draws, so the host knows all of its tokens. The list is in
+        docs/engine-loop.md.
+        """
+        drawing = inputs.slots[inputs.sampling]
+        return (
+            self._proposer is not None
+            or self._check_finite
+            or self._sampling.looks_back(drawing)
+            or self._masks.masks_in(drawing)
+            or self._prompt_logprobs.collects_in(inputs.slots)
+        )
+
+    def _queue_inputs(self, queue: DeviceQueue, inputs: StepInputs, attend: Attend) -> Draws:
+        """Give the whole step to the device, and wait for nothing."""
+        drawn = DrawRows.of(inputs)
+        hidden = self._forward(inputs, drawn.rows, attend)
+        if not len(drawn.rows):
+            return queue.read([], drawn, hidden.new_empty(0, dtype=torch.int64), None)
+        logits = self._model.logits(hidden)[: len(drawn.rows)]
+        tokens = self._sampling.draw(logits, drawn.slots, self._batch.token_ids, drawn.num_tokens)
+        queue.tokens.put(drawn.slots, drawn.num_tokens, tokens)
+        logprobs = self._sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
+        return queue.read(self._batch.requests_in(drawn.slots), drawn, tokens, logprobs)
+
+    def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> Computed:
+        drawn = DrawRows.of(inputs)
+        rows = self._prompt_logprobs.with_prompt_rows(drawn.rows, inputs)
+        hidden = self._forward(inputs, rows, attend)
+        self._prompt_logprobs.collect(hidden, rows, inputs, check)
+        if not len(drawn.rows):
+            self._read([])  # a step's output is known when its device has computed it
+            return _NOTHING
+        if len(rows) > len(drawn.rows):  # prompt logprobs asked for more
+            wanted = pad(np.searchsorted(rows, drawn.rows), self._attention.padded(len(drawn.rows)))
+            hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
+        logits = self._model.logits(hidden)[: len(drawn.rows)]
+        return self._draw(inputs, logits, drawn, check)
+
+    def _draw(self, inputs: StepInputs, logits: torch.Tensor, drawn: DrawRows, check: FiniteCheck | None) -> Computed:
+        """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
+        batch, sampling = self._batch, self._sampling
+        masks, late = self._masks.take(drawn, batch)  # a device computes the logits meanwhile
+        logprobs: Mapping[int, TokenLogprob] | None = None
+        if self._queue is None:
+            tokens = sampling.choose(logits, drawn.slots, batch.token_ids, drawn.num_tokens, masks)
+            tokens[drawn.starts[late]] = -1
+        else:
+            tokens, logprobs = self._read_draws(self._queue, logits, drawn, masks, late)
+        counts = drawn.count_right(tokens, batch)
+        kept = drawn.kept(counts)
+        if check is not None:
+            check.look_at_logits(logits, drawn, counts)
+        batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
+        if self._queue is not None:
+            self._queue.tokens.forget(drawn.slots)
+        if logprobs is None:
+            logprobs = sampling.logprobs(logits, drawn.slots, np.where(kept, tokens, -1)) if self._reports else {}
+        requests = batch.requests_in(drawn.slots[drawn.starts])
+        sampled, stuck = tokens_of(requests, drawn, tokens, counts, logprobs, sampling.failures)
+        left_out = [requests[i].key for i in late]
+        for key in left_out:
+            del sampled[key], stuck[key]
+        slots = np.delete(inputs.slots[drawn.requests], late)
+        digest = zlib.crc32(tokens[kept].data)
+        if self._proposer is not None:
+            digest = self._propose(self._proposer, slots.tolist(), digest)
+        self._masks.accept(drawn, tokens, counts, batch)
+        return Computed(sampled, self._prompt_logprobs.take(slots), stuck, left_out, digest)
+
+    def _read_draws(
+        self, queue: DeviceQueue, logits: torch.Tensor, drawn: DrawRows, masks: TokenMasks | None, late: Sequence[int]
+    ) -> tuple[NDArray[np.int64], Mapping[int, TokenLogprob]]:
+        """What a device draws behind every row of logits, (n,), and by row the logprobs; both in one wait."""
+        sampling = self._sampling
+        tokens = sampling.draw(logits, drawn.slots, self._batch.token_ids, drawn.num_tokens, masks)
+        logprobs = sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
+        chosen, *found = queue.read([], drawn, tokens, logprobs).results.read()
+        chosen[[*sampling.failures, *drawn.starts[late]]] = -1
+        return chosen, {} if logprobs is None else logprobs.entries(chosen, found)
+
+    def _propose(self, proposer: Proposer, slots: list[int], digest: int) -> int:
+        """Note what may follow in those slots. Returns the digest with that in it."""
+        batch = self._batch
+        requests = [request for slot in slots if (request := batch.requests[slot]) is not None]
+        known = [batch.token_ids[slot, : batch.num_tokens[slot]] for slot in slots]
+        for slot, guesses in zip(slots, proposer.propose(requests, known), strict=True):
+            batch.propose(slot, guesses)
+            digest = zlib.crc32(array("q", guesses), digest)
+        return digest
+
+    def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
+        """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""
+        some = None if len(rows) == len(inputs.positions) else rows
+        size = None
+        if self._decodes is not None and attend == self._attention.attend:  # nobody looks on between the layers
+            size = self._decodes.size_for(inputs, rows)
+        step = self._attention.prepare(inputs, self._batch.block_tables, some, size=size)
+        if self._queue is not None:
+            self._queue.tokens.fill(step.token_ids, inputs)
+        if self._decodes is not None and size is not None:
+            return self._decodes.compute(step)
+        return self._model.forward(step.token_ids, step.positions, attend, step.rows)

@@ -1,0 +1,189 @@
+"""What a step's kernels read beside weights and KV, in device memory that stays where it is.
+
+A step is packed into pinned memory and copied to the device in one piece; nothing waits for the copy. Steps of equal
+padded sizes find each of their tensors at the same address, as a captured graph needs it.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdkv.engine.worker.batch import IntArray, StepInputs
+from pdkv.kernels.streams import Event, Streams, streams_of
+
+_ALIGNMENT = 64
+"""Bytes. Triton compiles another variant of a kernel for pointers and strides that 16 does not divide."""
+
+_NO_SLOT = -1  # `write_kv` writes no such row
+
+
+class StepTensors(NamedTuple):
+    """A step of n tokens in r requests, both with padding. Padding has no slot, and its requests have no queries."""
+
+    token_ids: torch.Tensor  # (n,) int64
+    positions: torch.Tensor  # (n,) int64
+    slot_mapping: torch.Tensor  # (groups, n) int64, block * block_size + offset; negative: padding
+    seq_lens: torch.Tensor  # (r,) int32
+    cu_seqlens_q: torch.Tensor  # (r + 1,) int32
+    block_tables: torch.Tensor  # (groups, r, blocks of the longest request) int32
+    rows: torch.Tensor | None  # (m,) int64
+
+
+class _HostSlab(NamedTuple):
+    """Pinned memory, and when the last copy from it is done."""
+
+    memory: torch.Tensor  # (bytes,) uint8
+    copied: Event
+
+
+class HostSlabs:
+    """Host memory to copy steps from. What a device may still read is never given out: two slabs take turns, and where
+    a host is further ahead of its device there are more.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._slabs = deque(self._make(0) for _ in range(2))  # the one that was used longest ago first
+
+    def __len__(self) -> int:
+        return len(self._slabs)
+
+    def take(self, num_bytes: int) -> _HostSlab:
+        """A slab of at least so many bytes; its event must be recorded behind the copy."""
+        slab = self._slabs.popleft()
+        if not slab.copied.query():  # nor are the others: copies are done in turn
+            self._slabs.appendleft(slab)
+            slab = self._make(num_bytes)
+        elif len(slab.memory) < num_bytes:
+            slab = self._make(num_bytes)
+        self._slabs.append(slab)
+        return slab
+
+    def _make(self, num_bytes: int) -> _HostSlab:
+        size = 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+        return _HostSlab(self._streams.make_pinned(size), self._streams.make_event())
+
+
+class _Places:
+    """Lays arrays out one behind the other, each aligned."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def add(self, dtype: type[np.integer], *shape: int) -> "_Place":
+        """Behind what was added before."""
+        place = _Place(self.num_bytes, np.dtype(dtype), shape)
+        self.num_bytes += _aligned(place.num_bytes)
+        return place
+
+
+class _Place(NamedTuple):
+    """An array within a slab."""
+
+    start: int
+    dtype: np.dtype[np.integer]
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def in_array(self, slab: NDArray[np.uint8]) -> IntArray:
+        part: IntArray = slab[self.start : self.start + self.num_bytes].view(self.dtype)
+        return part.reshape(self.shape)
+
+    def in_tensor(self, slab: torch.Tensor) -> torch.Tensor:
+        dtype = torch.int64 if self.dtype.itemsize == 8 else torch.int32
+        return slab[self.start : self.start + self.num_bytes].view(dtype).view(self.shape)
+
+
+class _Layout:
+    """Where a step lies in a slab. All but the rows and the new block tables depends on the padded sizes alone."""
+
+    def __init__(self, num_groups: int, num_tokens: int, num_seqs: int, num_rows: int, tables: tuple[int, ...]) -> None:
+        places = _Places()
+        self.token_ids = places.add(np.int64, num_tokens)
+        self.positions = places.add(np.int64, num_tokens)
+        self.slots = places.add(np.int64, num_groups, _aligned(num_tokens))
+        self.seq_lens = places.add(np.int32, num_seqs)
+        self.cu_seqlens_q = places.add(np.int32, num_seqs + 1)
+        self.rows = places.add(np.int64, num_rows)
+        self.tables = places.add(np.int32, *tables)
+        self.num_bytes = places.num_bytes
+
+
+class StepBuffers:
+    """The tensors of the step that was loaded last; a later `load` overwrites them, on the current stream."""
+
+    def __init__(
+        self, device: torch.device, block_size: int, tables_shape: tuple[int, int, int], num_tokens: int = 0
+    ) -> None:
+        """`tables_shape`: (groups, most requests of a step, most blocks of one). `num_tokens`: of a step with as many
+        requests; larger ones move the tensors.
+        """
+        self._device = device
+        self._block_size = block_size
+        num_groups, num_seqs, num_blocks = tables_shape
+        self._tables = torch.zeros(num_groups, num_seqs, _aligned(num_blocks), dtype=torch.int32, device=device)
+        self._host = HostSlabs(streams_of(device))
+        size = _Layout(num_groups, num_tokens, num_tokens, 0, (num_groups, num_tokens, num_blocks)).num_bytes
+        self._slab = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def load(
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None = None, *, size: int | None = None
+    ) -> StepTensors:
+        """Copy a step to the device, behind what is queued on the current stream.
+
+        Args:
+            block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
+            rows: (m,) ascending tokens of the step; None: all of them.
+            size: a step of one token per request is padded to so many.
+        """
+        num_real = len(inputs.positions)
+        num_tokens = num_real if size is None else size
+        assert num_tokens == num_real or len(inputs.slots) == num_real <= num_tokens, (size, num_real)
+        num_seqs = len(inputs.slots) + num_tokens - num_real
+        num_blocks = -(-int(inputs.seq_lens.max(initial=0)) // self._block_size)
+        tables = (len(block_tables), len(inputs.slots), num_blocks)
+        layout = _Layout(len(block_tables), num_tokens, num_seqs, 0 if rows is None else len(rows), tables)
+        host = self._host.take(layout.num_bytes)
+        _pack(layout, host.memory.numpy(), inputs, rows, self._block_size)
+        layout.tables.in_array(host.memory.numpy())[:] = block_tables[:, inputs.slots, :num_blocks]
+        if len(self._slab) < layout.num_bytes:
+            assert size is None, size  # a graph would read where the tensors were
+            self._slab = torch.empty(len(host.memory), dtype=torch.uint8, device=self._device)
+        self._slab[: layout.num_bytes].copy_(host.memory[: layout.num_bytes], non_blocking=True)
+        host.copied.record()
+        self._tables[:, : tables[1], :num_blocks].copy_(layout.tables.in_tensor(self._slab))
+        return StepTensors(
+            token_ids=layout.token_ids.in_tensor(self._slab),
+            positions=layout.positions.in_tensor(self._slab),
+            slot_mapping=layout.slots.in_tensor(self._slab)[:, :num_tokens],
+            seq_lens=layout.seq_lens.in_tensor(self._slab),
+            cu_seqlens_q=layout.cu_seqlens_q.in_tensor(self._slab),
+            block_tables=self._tables[:, :num_seqs] if size is not None else self._tables[:, :num_seqs, :num_blocks],
+            rows=None if rows is None else layout.rows.in_tensor(self._slab),
+        )
+
+
+def _pack(layout: _Layout, slab: NDArray[np.uint8], inputs: StepInputs, rows: IntArray | None, block_size: int) -> None:
+    """Write a step, and all of its padding, into a slab."""
+    num_real, num_seqs = len(inputs.positions), len(inputs.slots)
+    token_ids, positions = layout.token_ids.in_array(slab), layout.positions.in_array(slab)
+    token_ids[:num_real], token_ids[num_real:] = inputs.token_ids, 0
+    positions[:num_real], positions[num_real:] = inputs.positions, 0
+    slots = layout.slots.in_array(slab)
+    slots[:, :num_real], slots[:, num_real:] = inputs.slot_mapping(block_size), _NO_SLOT
+    seq_lens, cu_seqlens_q = layout.seq_lens.in_array(slab), layout.cu_seqlens_q.in_array(slab)
+    seq_lens[:num_seqs], seq_lens[num_seqs:] = inputs.seq_lens, 0
+    cu_seqlens_q[: num_seqs + 1], cu_seqlens_q[num_seqs + 1 :] = inputs.cu_seqlens_q, num_real
+    if rows is not None:
+        layout.rows.in_array(slab)[:] = rows
+
+
+def _aligned(count: int) -> int:
+    """Rounded up to a multiple of _ALIGNMENT."""
+    return -(-count // _ALIGNMENT) * _ALIGNMENT

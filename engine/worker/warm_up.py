@@ -1,0 +1,77 @@
+"""Steps that an engine runs before it is ready: later ones wait for no kernel, and the memory of kernels is taken."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
+from pdkv.sampling.params import MAX_LOGPROBS, SamplingParams
+
+_FEW_REQUESTS = 6
+"""Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
+
+_CHUNK = 64
+"""Tokens of one request: enough for large tiles of queries."""
+
+_ROWS = (32, 128, 255)
+"""Tokens of steps: for so many rows 4-bit layers have kernels of their own, beside those of the other steps here."""
+
+_GREEDY = SamplingParams(temperature=0.0)
+_EVERYTHING = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
+
+_Shares = Sequence[tuple[int, int]]
+"""Of each request of a step: tokens computed before, tokens computed in it. It draws."""
+
+
+class WarmUp(NamedTuple):
+    """The limits of an engine's steps. Requests share blocks, in a pool that nobody uses yet."""
+
+    max_num_seqs: int
+    max_model_len: int
+    num_groups: int
+    num_blocks: int
+    block_size: int
+
+    def on_host(self) -> Iterator[StepPlan]:
+        """A prompt and then decodes of 1, 2, 3 … requests: a CPU's kernels are made for numbers of rows."""
+        length = min(16, self.num_blocks * self.block_size - 1, self.max_model_len)
+        few = range(1, min(_FEW_REQUESTS, self.max_num_seqs) + 1)
+        return self._plans([([(0, length)], _GREEDY), *(([(length - 1, 1)] * count, _GREEDY) for count in few)])
+
+    def on_device(self, max_num_tokens: int) -> Iterator[StepPlan]:
+        """The largest step, with all that draws can be asked for; and for each shape class of attention one step: few
+        tokens of a request and many, that see little KV and as much as there can be; and of 4-bit layers.
+        """
+        count = min(self.max_num_seqs, max_num_tokens)
+        each = min(max_num_tokens // count, self.max_model_len)
+        lengths = sorted({min(_CHUNK, self.max_model_len), self.max_model_len})
+        return self._plans(
+            [
+                ([(0, each)] * count, _EVERYTHING),
+                ([(0, min(max_num_tokens, self.max_model_len))], _GREEDY),
+                *(([(max(length - _CHUNK, 0), min(length, _CHUNK))], _GREEDY) for length in lengths),
+                *((self._prompts(rows), _GREEDY) for rows in sorted({min(rows, count * each) for rows in _ROWS})),
+                *(([(length - 1, 1)], _EVERYTHING) for length in lengths),
+                *(([(max(length - 2, 0), min(length, 2))] * min(2, count), _EVERYTHING) for length in lengths),
+            ]
+        )
+
+    def _prompts(self, num_tokens: int) -> _Shares:
+        """So many tokens in as few requests as can be, or fewer where there are none for more."""
+        whole, rest = divmod(num_tokens, self.max_model_len)
+        return [*[(0, self.max_model_len)] * whole, *[(0, rest)] * (rest > 0)][: self.max_num_seqs]
+
+    def _plans(self, steps: Sequence[tuple[_Shares, SamplingParams]]) -> Iterator[StepPlan]:
+        """Each step has requests of its own, which end with the next one."""
+        before: list[tuple[str, int]] = []
+        for step_id, (shares, params) in enumerate(steps):
+            requests = [self._request(i, computed + count, params) for i, (computed, count) in enumerate(shares)]
+            keys = [request.key for request in requests]
+            scheduled = [ScheduledRequest(k, *share, [], True) for k, share in zip(keys, shares, strict=True)]
+            yield StepPlan(step_id, requests, scheduled, before)
+            before = keys
+        yield StepPlan(len(steps), [], [], before)
+
+    def _request(self, index: int, length: int, params: SamplingParams) -> NewRequest:
+        """A prompt of `length` tokens, in as many blocks as the pool has."""
+        blocks = [j % self.num_blocks for j in range(-(-length // self.block_size))]
+        return NewRequest(("warm-up", index), 0, [0] * length, [], params, [blocks] * self.num_groups)

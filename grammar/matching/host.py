@@ -1,0 +1,194 @@
+"""The engine's face of the processes that match grammars: tickets for requests, and masks for their answers.
+
+No thread of the engine calls the library, or waits for it without a bound. `workers.py` runs the processes.
+"""
+
+import itertools
+import math
+import os
+import select
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.errors import PdkvError, ServerBusy
+from pdkv.grammar.matching.messages import Close, Forget, Learn, SlabShape, Start, Step, Steps, Tell
+from pdkv.grammar.matching.slab import Slab, Words
+from pdkv.grammar.matching.state import Known, Row, WorkerState
+from pdkv.grammar.matching.vocabulary import WORD_BITS
+from pdkv.grammar.matching.workers import Workers
+from pdkv.grammar.options import GrammarOptions
+from pdkv.sampling.shape import Grammar
+from pdkv.wire.messages import RequestKey
+
+PATIENCE_S = 0.1
+"""What steps may wait for the masks of one worker; behind that, what its grammars have not brought is left out."""
+
+PATIENCE_PER_S = 0.05
+"""What a worker gets back of it with time."""
+
+FREE_S = 0.002
+"""What each step may wait in any case."""
+
+_NUMBERS_PER_ANSWER = 1 << 32
+
+
+class GrammarHost:
+    """Owns the processes. Nothing is started before the first `ask`.
+
+    `ask` and what follows it belong to the engine's loop, `open` and what follows it to the thread of the model.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        vocab_size: int,
+        stop_token_ids: Sequence[int],
+        options: GrammarOptions,
+        notify: Callable[[], None],
+        *,
+        num_requests: int = 256,
+        num_drafts: int = 0,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        """Args:
+        notify: called from another thread whenever tickets became done, answers failed, or masks came that were late.
+        num_requests: answers at a time, at most.
+        num_drafts: of an answer in a step, at most.
+        """
+        shape = SlabShape(options.num_processes, num_requests, 1 + num_drafts, -(-vocab_size // WORD_BITS))
+        stops = tuple(stop_token_ids)
+        start = Start(str(model_dir), vocab_size, stops, options.time_s, options.memory_bytes, shape)
+        self._options = options
+        self._workers = Workers(start, notify, clock)
+        self._lock = self._workers.lock
+        self._rows: dict[RequestKey, Row] = {}
+        self._numbers = itertools.count()
+        self._firsts = itertools.count(1, _NUMBERS_PER_ANSWER)
+
+    # --- the engine's loop ----------------------------------------------------------------------------------------
+
+    def ask(self, grammar: Grammar, tenant: str) -> Known:
+        """A ticket for a tenant's grammar, which is done at once where the grammar is known there. Never blocks.
+
+        Raises:
+            GrammarGivenUp: it was given up less than a minute ago.
+            InvalidRequest: no grammar can be matched here.
+            ServerBusy: too many wait, or the engine is about to stop.
+        """
+        with self._lock:
+            self._workers.begin(grammar)
+            worker = self._workers.worker_of(tenant)
+            known = worker.find(grammar)
+            if known is None:
+                if worker.waiting_chars + len(grammar.text) > self._options.max_waiting_chars:
+                    raise ServerBusy("too many grammars wait to be compiled: try again")
+                known = Known(next(self._numbers), grammar, worker)
+                self._workers.numbers[known.number] = worker.known[grammar] = known
+                self._workers.send(worker, Learn(known.number, grammar), is_awaited=True)
+            known.num_users += 1
+            return known
+
+    def leave(self, known: Known) -> None:
+        """A request needs it no more."""
+        with self._lock:
+            known.num_users -= 1
+            for gone in known.worker.retire(known) if not known.num_users else ():
+                self._workers.send(known.worker, Forget(gone.number))
+                if gone.done:  # else its worker may be at it
+                    del self._workers.numbers[gone.number]
+
+    def take_failed(self) -> dict[RequestKey, PdkvError]:
+        """The answers that cannot go on, since the last call, and why."""
+        with self._lock:
+            failed, self._workers.failed = self._workers.failed, {}
+            return failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `take_failed` has something."""
+        return bool(self._workers.failed)
+
+    def is_in(self, key: RequestKey) -> bool:
+        """Whether an answer's masks are there, or will never be."""
+        with self._lock:
+            row = self._rows.get(key)
+            return row is None or row.has_failed or self._is_in(row)
+
+    def close(self) -> None:
+        """End thread and processes; tickets that are not done yet get an error. Idempotent."""
+        self._workers.close()
+
+    # --- the model's thread ---------------------------------------------------------------------------------------
+
+    def open(self, key: RequestKey, number: int, token_ids: Sequence[int], own_stops: Sequence[int]) -> None:
+        """An answer joins the batch, with these tokens so far. `own_stops` may come where the model may end it."""
+        with self._lock:
+            known = self._workers.numbers[number]
+            row = self._rows[key] = Row(key, known, next(self._firsts), list(token_ids), list(own_stops))
+            self._workers.add_row(row)
+
+    def go_on(self, steps: Sequence[tuple[RequestKey, list[int], list[int]]]) -> None:
+        """Answers go on by some tokens, and then perhaps some drafts."""
+        with self._lock:
+            by_worker: dict[WorkerState, list[Step]] = {}
+            for key, token_ids, drafts in steps:
+                row = self._rows[key]
+                row.token_ids += token_ids
+                row.drafts = drafts
+                if not row.has_failed:
+                    by_worker.setdefault(row.worker, []).append(Step(row.place, token_ids, drafts))
+            for worker, ordered in by_worker.items():
+                self._workers.send(worker, Steps(ordered))
+
+    def end(self, key: RequestKey) -> None:
+        """An answer leaves the batch."""
+        with self._lock:
+            row = self._rows.pop(key)
+            self._workers.failed.pop(key, None)
+            del row.worker.rows[row.place]
+            row.worker.free.append(row.place)
+            self._workers.send(row.worker, Close(row.place))
+
+    def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]:
+        """(count, num_words) of each answer: behind its tokens and then behind each draft that its grammar allows.
+
+        None: not there in time. `is_in` says when they are, and `notify` tells of it.
+        """
+        rows, slab = [self._rows[key] for key in keys], self._workers.slab
+        if slab is None:  # closed
+            return [None] * len(keys)
+        if not all(map(self._is_in, rows)):
+            self._wait(rows, slab)
+        found = [None if row.has_failed else slab.copy(row.place, row.number) for row in rows]
+        with self._lock:
+            for worker in {row.worker for row, words in zip(rows, found, strict=True) if words is None}:
+                self._workers.send(worker, Tell(), is_awaited=True)
+        return found
+
+    def _is_in(self, row: Row) -> bool:
+        slab = self._workers.slab
+        return slab is not None and bool(slab.numbers[row.place] == row.number)
+
+    def _wait(self, rows: Sequence[Row], slab: Slab) -> None:
+        """For masks, as far as their workers' patience goes, which is a time-out of `poll`."""
+        event_fd = self._workers.event_fd
+        poll = select.poll()
+        poll.register(event_fd, select.POLLIN)
+        began = now = MONOTONIC.now()
+        deadlines = dict[WorkerState, float]()
+        for worker in {row.worker for row in rows}:
+            worker.patience_s = min(worker.patience_s + PATIENCE_PER_S * (began - worker.seen_at), PATIENCE_S)
+            worker.seen_at = began
+            deadlines[worker] = began + FREE_S + worker.patience_s
+        slab.expect(True)
+        while late := {row.worker for row in rows if not (row.has_failed or self._is_in(row))}:
+            left_s = [deadlines[worker] - now for worker in late if deadlines[worker] > now]
+            if not left_s:
+                break
+            if poll.poll(math.ceil(1000 * min(left_s))):
+                os.eventfd_read(event_fd)
+            now = MONOTONIC.now()
+            for worker in late:
+                worker.patience_s = max(0.0, deadlines[worker] - max(now, began + FREE_S))
+        slab.expect(False)

@@ -1,0 +1,104 @@
+"""Where one answer stands in its grammar: a function of the answer's tokens, and of nothing else."""
+
+import re
+from copy import copy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdkv.base.limits import clip
+from pdkv.errors import InvalidRequest
+from pdkv.grammar.matching.vocabulary import Vocabulary
+from pdkv.sampling.shape import Grammar
+
+Words = NDArray[np.int32]
+
+_LIMITS = {"step_max_items": 20_000, "max_items_in_row": 2_000, "verbose_errors": False}
+"""Of the library's work for one mask. Most schemas need some dozens of items, one of 1,000 optional properties needs
+between 1,000 and 5,000, and takes 5 ms. What such a mask may cost at worst is bounded elsewhere, by the clock."""
+
+
+class Matcher:
+    """Follows one answer token by token. Not thread-safe: it belongs to one slot.
+
+    Behind a stop token, stop tokens alone are allowed.
+    """
+
+    def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
+        """At the beginning of an answer.
+
+        Raises:
+            InvalidRequest: the grammar is wrong, too large, or nothing can fulfil it.
+        """
+        self._vocabulary = vocabulary
+        library = vocabulary.library
+        tokenizer = vocabulary.tokenizer(tagged=grammar.kind == "tags")
+        limits = library.LLParserLimits(**_LIMITS)
+        self._matcher: Any = library.LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits)
+        self._num_behind = 0  # tokens behind the text: stop tokens
+        self._check()
+
+    def copy(self) -> "Matcher":
+        """Another one at the same place, for much less than a grammar takes."""
+        made = copy(self)
+        made._matcher = self._matcher.deep_copy()
+        return made
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by one token; False, and nothing changes, where the grammar does not allow it.
+
+        Raises:
+            InvalidRequest: as `fill`.
+        """
+        if token_id in self._vocabulary.stop_token_ids:
+            is_accepted = bool(self._num_behind or self._matcher.is_accepting())
+            self._num_behind += is_accepted
+            return is_accepted
+        if self._num_behind or not 0 <= token_id < self._vocabulary.size:
+            return False
+        is_accepted = bool(self._matcher.try_consume_tokens([token_id]))
+        self._check()
+        return is_accepted
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens, no more than were accepted."""
+        behind = min(count, self._num_behind)
+        self._num_behind -= behind
+        if count > behind:
+            self._matcher.rollback(count - behind)
+            self._check()
+
+    def fill(self, words: Words) -> None:
+        """Say which tokens may come next.
+
+        Args:
+            words: (num_words,) int32, contiguous; is overwritten. Bit i % 32 of word i // 32 stands for token i.
+
+        Raises:
+            InvalidRequest: the grammar needs more work for it than is allowed.
+        """
+        if self._num_behind:
+            words[:] = 0
+            for token_id in self._vocabulary.stop_token_ids:
+                words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+            return
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidRequest(_reason(self._matcher.get_error()), param="structured_outputs")
+
+
+def _reason(error: str) -> str:
+    """The library's words without the place in what was made of the request, and without its own."""
+    first = error.partition("\n")[0]
+    if "NoExtension" in first:
+        return "no text fulfils the grammar"
+    if "panic" in first:
+        return "the library that matches grammars fails at it"
+    if "TooComplex" in first or "limit" in first:
+        return f"the grammar is too complex to match: {clip(first)}"
+    detail = next((line for line in error.splitlines() if line.startswith("error: ")), "")
+    return clip(re.sub(r"^(?:at )?\d+\(\d+\): ", "", first)) + detail.replace("error:", "")

@@ -1,0 +1,176 @@
+"""Takes requests off engines that are suspects: a few at a time, and only where there is room. No clock, no socket."""
+
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from pdkv.router.engines.candidate import Side
+from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.engines.health import TICK_S
+from pdkv.router.generations.generation import Generation
+
+MOVED_SHARE, MIN_MOVES_PER_S = 0.1, 10.0
+"""Share of all running requests that may be moved in a second, and how many may be moved where those are few."""
+
+SIDES: tuple[Side, ...] = ("prefill", "decode")
+
+MAX_TRIES = 64
+"""Requests that are looked at closely in one tick."""
+
+STAY_TICKS = 30
+"""How long a request that could not be moved is left where it is, unless other engines can take requests before."""
+
+
+HELD_UP_S = 60.0
+"""A grammar that seems to hold up an engine leaves it only then: no grammar takes as long, within its limits."""
+
+
+class Move(Protocol):
+    """`Dispatcher.move`."""
+
+    def __call__(self, generation: Generation, reason: str, *, away_from: str, alone: bool) -> bool:
+        """Take a generation off an engine and go on on another one, `alone` at first. False: it stays where it is."""
+
+
+class Mover:
+    """Looks once per tick for requests that depend on suspects."""
+
+    def __init__(self, fleet: Fleet, move: Move, *, take_over: bool = False) -> None:
+        """`take_over`: where no engine can be asked for one side, those of the other do its work, too."""
+        self.num_moved = 0
+        self._take_over = take_over
+        self._fleet = fleet
+        self._move = move
+        self._allowance = MIN_MOVES_PER_S
+        self._num_ticks = 0
+        self._staying: dict[str, int] = {}  # requests that could not be moved -> the tick in which they are tried again
+        self._takers: frozenset[tuple[str, str, str]] = frozenset()  # which engines could not take them
+
+    def tick(self, suspects: Mapping[str, str], generations: Collection[Generation]) -> None:
+        """TICK_S have passed. Of the requests that depend on suspects those go first whose deadlines are nearest.
+
+        `suspects`: engine -> why. `generations`: all that have not ended.
+        """
+        rate = max(MOVED_SHARE * len(generations), MIN_MOVES_PER_S)
+        self._allowance = min(self._allowance + rate * TICK_S, rate)
+        self._num_ticks += 1
+        if not suspects:
+            self._staying.clear()
+            return
+        engines = self._fleet.engines.values()
+        takers = [e for e in engines if e.life == "ready" and not e.draining and e.name not in suspects]
+        self._review_staying(takers, generations)
+        all_rooms = [_Room(e) for e in takers]
+        rooms = {side: [r for r in all_rooms if r.role in (side, "any")] for side in SIDES}
+        if self._take_over:
+            rooms = {side: rooms[side] or all_rooms for side in SIDES}
+        if all_rooms and self._allowance >= 1.0:
+            for item in heapq.nsmallest(MAX_TRIES, self._find_movable(suspects, generations, rooms)):
+                self._try(item, suspects[item.engine], rooms)
+
+    def _review_staying(self, takers: Iterable[EngineState], generations: Collection[Generation]) -> None:
+        """Where other engines can take requests than before, all may be moved; those that ended are forgotten."""
+        known = frozenset((e.name, e.role, e.card.epoch) for e in takers if e.card is not None)
+        if known != self._takers:
+            self._takers = known
+            self._staying.clear()
+        elif self._staying and self._num_ticks % STAY_TICKS == 0:
+            live = {g.request_id for g in generations}
+            self._staying = {request_id: tick for request_id, tick in self._staying.items() if request_id in live}
+
+    def _find_movable(
+        self, suspects: Collection[str], generations: Collection[Generation], rooms: "_Rooms"
+    ) -> Iterator["_Stuck"]:
+        """Those for which there is room. One that could not be moved before does not hold up the others."""
+        most = {side: max((r.num_tokens for r in rooms[side]), default=0) for side in SIDES}
+        held_up = [name for name in suspects if (s := self._fleet.engines[name].health.late_s) and s < HELD_UP_S]
+        grammars = {n: {g.flow.request.params.grammar for g in generations if n in g.flow.engines} for n in held_up}
+        for generation in generations:
+            stuck = _find_stuck(generation, suspects)
+            if stuck is None or any(most[side] < stuck.num_tokens for side in stuck.sides):
+                continue
+            if stuck.has_grammar and stuck.engine in grammars:
+                failures = generation.failures
+                if len(grammars[stuck.engine] - {None}) == 1 or (failures is not None and failures.is_suspect):
+                    continue  # it is why the engine is late, and would hold up the next one, too
+            next_try = self._staying.get(stuck.request_id)
+            if next_try is None:
+                yield stuck
+            elif next_try <= self._num_ticks:
+                yield stuck._replace(stayed=True)
+
+    def _try(self, stuck: "_Stuck", reason: str, rooms: "_Rooms") -> None:
+        if self._allowance < 1.0:
+            return
+        found = [_find_room(rooms[side], stuck.num_tokens) for side in stuck.sides]
+        if None in found:
+            return
+        alone = stuck.has_grammar and self._fleet.engines[stuck.engine].health.late_s is not None
+        if self._move(stuck.generation, reason, away_from=stuck.engine, alone=alone):
+            for room in {id(room): room for room in found if room is not None}.values():
+                room.take(stuck.num_tokens)
+            self._allowance -= 1.0
+            self.num_moved += 1
+        else:
+            self._staying[stuck.request_id] = self._num_ticks + STAY_TICKS
+
+
+class _Stuck(NamedTuple):
+    """A request that cannot go on without a suspect; the nearest deadline is the smallest."""
+
+    stayed: bool  # it could not be moved before
+    deadline: float
+    request_id: str
+    engine: str
+    sides: tuple[Side, ...]  # what the engine is to it, whatever role that has by now
+    generation: Generation
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar of it may be why its engine is late."""
+        return self.generation.flow.request.params.grammar is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """What is to be computed, or sent, again."""
+        flow = self.generation.flow
+        return len(flow.request.prompt_token_ids) + len(flow.output_token_ids)
+
+
+def _find_stuck(generation: Generation, suspects: Collection[str]) -> _Stuck | None:
+    """Of two suspects the one that decodes."""
+    flow = generation.flow
+    for name in (flow.route.decode, flow.route.prefill):
+        if name in suspects and flow.depends_on(name) and not flow.request.probe:
+            side: Side = "decode" if name == flow.route.decode else "prefill"
+            sides = SIDES if flow.route.aggregated else (side,)
+            return _Stuck(False, generation.expires_at, generation.request_id, name, sides, generation)
+    return None
+
+
+class _Room:
+    """Blocks that an engine can give, less those that this tick has promised."""
+
+    def __init__(self, engine: EngineState) -> None:
+        self.role = engine.role
+        self.block_size = engine.card.layout.block_size if engine.card is not None else 1
+        self.num_free = engine.blocks.free + engine.blocks.cached
+
+    @property
+    def num_tokens(self) -> int:
+        """How many a request may have that comes here: it gets a block more to go on in."""
+        return (self.num_free - 1) * self.block_size - 1
+
+    def take(self, num_tokens: int) -> None:
+        """A request of so many tokens may come here."""
+        self.num_free -= num_tokens // self.block_size + 2
+
+
+_Rooms = Mapping[Side, Sequence[_Room]]
+"""By side, of the engines that can be asked for it."""
+
+
+def _find_room(rooms: Iterable[_Room], num_tokens: int) -> _Room | None:
+    """The engine with most room, if it is enough for the request."""
+    fitting = [room for room in rooms if room.num_tokens >= num_tokens]
+    return max(fitting, key=lambda room: room.num_free, default=None)

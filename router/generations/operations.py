@@ -1,0 +1,176 @@
+"""What an operator does to the engines of a running router: drain, resume, another role, one more, one less."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from pdkv.base.options import did_you_mean
+from pdkv.errors import InvalidRequest
+from pdkv.router.engines.backend import Backend
+from pdkv.router.engines.fleet import EngineState
+from pdkv.router.generations.dispatch import Dispatcher
+
+Role = Literal["prefill", "decode", "any"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+Until = Literal["ready", "drained"]
+
+_NOT_FOUND, _CONFLICT = 404, 409
+
+logger = logging.getLogger(__name__)
+
+
+class _Mark(msgspec.Struct, omit_defaults=True):
+    """What an operator said about one engine."""
+
+    draining: bool = False
+    role: Role | None = None
+
+
+class Operations:
+    """Lives in the dispatcher's event loop. All errors are InvalidRequest, with 404 or 409 where that says more.
+
+    What was said about engines is kept in a file, so that a router which is started again knows it.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, connect: Callable[[str, str], Backend], marks_file: Path | None = None
+    ) -> None:
+        """`connect(name, endpoint)` makes the backend of a new engine. Takes over what `marks_file` says."""
+        self._dispatcher = dispatcher
+        self._connect = connect
+        self._endpoints: dict[str, str] = {}  # of the engines that were added here
+        self._marks_file = marks_file
+        for name, mark in self._read_marks().items():
+            if name in dispatcher.fleet.engines:
+                engine = dispatcher.fleet.engines[name]
+                engine.draining, engine.assigned, engine.role = mark.draining, mark.role, mark.role or engine.role
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """The engine as `/topology` has it."""
+        return self._dispatcher.describe_engine(self._engine(name).name)
+
+    def drain(self, name: str, *, force: bool = False) -> None:
+        """Give the engine nothing new; what it has goes on. Idempotent.
+
+        `force`: also where nobody is left then who can take requests.
+        """
+        engine = self._engine(name)
+        if not force and not engine.draining:
+            self._check_rest("draining", engine, None)
+        engine.draining = True
+        self._changed(f"{name} is drained: {self._dispatcher.num_requests_on(name)} requests go on")
+
+    def move_away(self, name: str) -> None:
+        """What a drained engine still has goes on elsewhere at once, as far as it can (`Dispatcher.move`)."""
+        generations = self._dispatcher.generations_on(self._engine(name).name)
+        moved = sum(self._dispatcher.move(g, "it is about to stop", away_from=name, spared=True) for g in generations)
+        logger.info("%s: %d of %d requests that it still had go on elsewhere", name, moved, len(generations))
+
+    def resume(self, name: str) -> None:
+        """Give the engine requests again. Idempotent."""
+        self._engine(name).draining = False
+        self._changed(f"{name} takes requests again")
+
+    def set_role(self, name: str, role: str, *, force: bool = False) -> None:
+        """New requests find the engine in this role; those that it has go on in the old one. Idempotent."""
+        if role not in ROLES:
+            raise InvalidRequest(f"role must be one of {', '.join(ROLES)}, got {role!r}", param="role")
+        engine = self._engine(name)
+        if not force and engine.role != role:
+            self._check_rest(f"the role {role} for", engine, role)
+        engine.role = engine.assigned = role
+        self._changed(f"{name} has the role {role}: {self._dispatcher.num_requests_on(name)} requests go on in theirs")
+
+    def add(self, name: str, role: str, endpoint: str, refusal: Path | None = None) -> None:
+        """Make one more engine known. Idempotent."""
+        if role not in ROLES:
+            raise InvalidRequest(f"role must be one of {', '.join(ROLES)}, got {role!r}", param="role")
+        if name in self._dispatcher.fleet.engines:
+            if self._endpoints.get(name, endpoint) != endpoint:
+                raise InvalidRequest(f"there is an engine {name} already, at another endpoint", status=_CONFLICT)
+            return
+        self._endpoints[name] = endpoint
+        self._dispatcher.add_backend(self._connect(name, endpoint), role, refusal)
+        self._changed(f"{name} ({role}) was added")
+
+    def remove(self, name: str, *, force: bool = False) -> None:
+        """Forget an engine. `force`: also one that still has requests, which end or go elsewhere.
+
+        An engine that nobody knows is no error: it may have been removed before.
+        """
+        if name not in self._dispatcher.fleet.engines:
+            return
+        num_requests = self._dispatcher.num_requests_on(name)
+        if num_requests and not force:
+            raise InvalidRequest(f"{name} still has {num_requests} requests: drain it first", status=_CONFLICT)
+        self._dispatcher.remove_backend(name)
+        self._endpoints.pop(name, None)
+        self._changed(f"{name} was removed")
+
+    async def wait(self, name: str, until: Until, timeout_s: float, pid: int | None = None) -> bool:
+        """Return True as soon as the engine is that far; False when it is not within `timeout_s`.
+
+        `pid`: of the incarnation that must be ready.
+        """
+        dispatcher = self._dispatcher
+
+        def is_so() -> bool:
+            engine = self._engine(name)
+            if until == "drained":
+                return engine.draining and not engine.books.requests and not dispatcher.num_requests_on(name)
+            return engine.life == "ready" and pid in (None, engine.pid)
+
+        return await dispatcher.changes.wait_for(lambda: dispatcher.closed or is_so(), timeout_s) and is_so()
+
+    def _engine(self, name: str) -> EngineState:
+        engines = self._dispatcher.fleet.engines
+        if name not in engines:
+            known = did_you_mean(name, engines) or f"; known: {', '.join(engines)}"
+            raise InvalidRequest(f"there is no engine {name!r}{known}", status=_NOT_FOUND)
+        return engines[name]
+
+    def _check_rest(self, what: str, engine: EngineState, role: str | None) -> None:
+        """Refuse what would leave nobody to run a prompt or to decode one, of those who can now."""
+        others = [e for e in self._dispatcher.fleet.engines.values() if e is not engine]
+        before = {e.role for e in [*others, engine] if e.serves}
+        after = {e.role for e in others if e.serves} | ({role} if role is not None and engine.serves else set())
+        for needed in ("prefill", "decode"):
+            if before & {needed, "any"} and not after & {needed, "any"}:
+                raise InvalidRequest(
+                    f"{what} {engine.name} would leave no engine that can {needed}: add one or give one the role first",
+                    status=_CONFLICT,
+                )
+
+    def _changed(self, what: str) -> None:
+        logger.info("%s", what)
+        self._write_marks()
+        self._dispatcher.engines_changed()
+
+    def _read_marks(self) -> dict[str, _Mark]:
+        if self._marks_file is None:
+            return {}
+        try:
+            return msgspec.json.decode(self._marks_file.read_bytes(), type=dict[str, _Mark])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError) as error:
+            logger.error("what was said about engines is lost: %s: %s", self._marks_file, error)
+            return {}
+
+    def _write_marks(self) -> None:
+        """All at once. What cannot be written is lost with this process."""
+        if self._marks_file is None:
+            return
+        engines = self._dispatcher.fleet.engines.values()
+        marks = {e.name: _Mark(e.draining, e.assigned) for e in engines if e.draining or e.assigned}  # type: ignore[arg-type]
+        new = self._marks_file.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.json.encode(marks))
+            os.replace(new, self._marks_file)
+        except OSError as error:
+            logger.error("a restarted router will not know what was said about engines: %s", error)

@@ -1,0 +1,127 @@
+"""Probes: real one-token generations on engines and pairs that nobody has used for a while. No clock, no socket."""
+
+from collections.abc import Sequence
+
+from pdkv.errors import EngineDied, IncompatiblePeers, RequestAborted, RequestTimeout
+from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.engines.health import ProbeResult
+from pdkv.router.generations.flow import RequestFlow
+from pdkv.router.request import GenerateRequest, Route
+from pdkv.sampling.params import SamplingParams
+from pdkv.wire.messages import PROBE_SALT, Order
+
+PROBE_TIMEOUT_S = 5.0
+"""An engine that has not answered its probe by then has failed it."""
+
+RETRY_S = 2.0
+"""How long after a failed probe the next one is sent."""
+
+_NUM_TOKENS = 8
+"""Of a probe's prompt. Less than a hash block: no cache and no index ever holds anything of it."""
+
+
+class Prober:
+    """Says which route to probe next, and notes what came of it. At most one probe begins per tick, and one runs."""
+
+    def __init__(self, fleet: Fleet, orders: Sequence[Order], interval_s: float) -> None:
+        """`interval_s`: how long an engine may do nothing before it is probed; 0: there are no probes."""
+        self.num_ok = 0
+        self.num_failed = 0
+        self._fleet = fleet
+        self._orders = orders
+        self._interval_s = interval_s
+        self._since: dict[tuple[str, str], float] = {}  # (engine, epoch) -> when it was seen first
+        self._probed: dict[tuple[str, str], float] = {}  # pair -> when it was probed last
+        self._under_way: tuple[Route, float] | None = None
+
+    def due(self, now: float) -> Route | None:
+        """What to probe now, if anything; it is under way from then on, until `ended`."""
+        if not self._interval_s or self._under_way is not None:
+            return None
+        ready = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.is_silent and not e.draining]
+        route = self._half_open_pair(ready, now) or next(
+            (route for e in ready if self._is_due(e, now) and (route := self._route(e, ready, now)) is not None), None
+        )
+        if route is not None:
+            self._under_way = (route, now)
+            self._probed[route[:2]] = now
+        return route
+
+    def ended(self, flow: RequestFlow, now: float) -> None:
+        """The probe is over."""
+        assert self._under_way is not None
+        (route, began), self._under_way = self._under_way, None
+        seconds = round(now - began, 3)
+        if flow.failure is None:
+            self.num_ok += 1
+            for name in set(route[:2]):
+                if self._fleet.is_ready(name):
+                    self._fleet.engines[name].succeeded(now)
+                    self._fleet.engines[name].health.last_probe = ProbeResult(now, seconds)
+            return
+        if isinstance(flow.failure, RequestAborted | EngineDied) or not self._fleet.engines.keys() >= set(route[:2]):
+            return  # the router stops, or a death, which tells more, or an engine was removed
+        self.num_failed += 1
+        if flow.awaits_kv and not self._fleet.suspects.keys() & set(route[:2]):
+            self._fleet.pairs.loaded(route.prefill, route.decode, False, now)
+            return
+        engine = self._fleet.engines.get(route.decode if flow.output_token_ids else route.prefill)
+        if engine is None:
+            return  # it was removed
+        late = isinstance(flow.failure, RequestTimeout)
+        if late and engine.books.requests and not engine.health.explains_timeout():
+            return  # it has come to be busy
+        if engine.life == "ready":
+            fault = f"no answer within {PROBE_TIMEOUT_S:g} s" if late else str(flow.failure)
+            engine.health.last_probe = ProbeResult(now, seconds, fault)
+            engine.breaker.failed(now)
+
+    def _is_due(self, engine: EngineState, now: float) -> bool:
+        assert engine.card is not None
+        last, key = engine.health.last_probe, (engine.name, engine.card.epoch)
+        if last is not None and last.fault:
+            return now - last.at >= RETRY_S
+        if engine.breaker.state(now) == "half_open":
+            return engine.breaker.passes(now)
+        if engine.books.requests or (engine.load is not None and engine.load.running + engine.load.waiting):
+            return False
+        since = max(self._since.setdefault(key, now), engine.health.last_good, last.at if last is not None else 0.0)
+        return now - since >= self._interval_s
+
+    def _half_open_pair(self, ready: Sequence[EngineState], now: float) -> Route | None:
+        names = {e.name for e in ready}
+        for (prefill, decode), state in self._fleet.pairs.states(now).items():
+            if state == "half_open" and {prefill, decode} <= names and (prefill, decode) not in self._avoided(now):
+                return self._pair(prefill, decode)
+        return None
+
+    def _avoided(self, now: float) -> frozenset[tuple[str, str]]:
+        return self._fleet.pairs.avoided(now)
+
+    def _route(self, engine: EngineState, ready: Sequence[EngineState], now: float) -> Route | None:
+        """The engine with the partner with which it was probed longest ago; suspects are no partners."""
+        if engine.role == "any":
+            return Route(engine.name, engine.name)
+        partners = [e.name for e in ready if e.role not in (engine.role, "any") and not e.suspicion]
+        prefills = engine.role == "prefill"
+        pairs = [(engine.name, p) if prefills else (p, engine.name) for p in partners]
+        pairs.sort(key=lambda pair: self._probed.get(pair, 0.0))
+        return self._pair(*pairs[0]) if pairs else None
+
+    def _pair(self, prefill: str, decode: str) -> Route | None:
+        try:
+            return Route(prefill, decode, self._fleet.order(prefill, decode, self._orders))
+        except IncompatiblePeers:
+            return None
+
+
+def probe_request(route: Route) -> GenerateRequest:
+    """What is asked of a route: one token of each side."""
+    params = SamplingParams(max_tokens=1 if route.aggregated else 2, temperature=0.0, seed=0, ignore_eos=True)
+    return GenerateRequest(
+        prompt_token_ids=list(range(_NUM_TOKENS)),
+        params=params,
+        cache_salt=PROBE_SALT,
+        timeout_s=PROBE_TIMEOUT_S,
+        probe=True,
+    )

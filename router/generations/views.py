@@ -1,0 +1,58 @@
+"""The engines as metrics and people see them: snapshots and JSON-ready descriptions of a fleet."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pdkv.router.engines.backend import Backend
+from pdkv.router.engines.card_summary import describe_card
+from pdkv.router.engines.fleet import EngineSnapshot, EngineState, Fleet
+from pdkv.router.engines.health import EngineVerdict, HealthSnapshot
+from pdkv.router.generations.probes import Prober
+from pdkv.router.routing.prefix_index import PrefixIndex
+
+
+def snapshot_engines(fleet: Fleet, index: PrefixIndex, backends: Mapping[str, Backend]) -> list[EngineSnapshot]:
+    """The engines as they are now."""
+    return [
+        EngineSnapshot(
+            name=e.name,
+            role=e.role,
+            state=e.life,
+            pid=e.pid,
+            load=e.load,
+            in_flight=e.books.requests,
+            num_deaths=e.num_deaths,
+            busy_s=e.health.busy_s if e.life == "ready" else 0.0,
+            num_indexed_keys=index.num_keys_of(e.name),
+            num_malformed=backends[e.name].num_dropped,
+        )
+        for e in fleet.engines.values()
+    ]
+
+
+def snapshot_health(fleet: Fleet, prober: Prober, num_moved: int, now: float) -> HealthSnapshot:
+    """What the router thinks of its engines now."""
+    return HealthSnapshot(
+        [
+            EngineVerdict(e.name, e.role, bool(e.suspicion), e.breaker.state(now) != "closed")
+            for e in fleet.engines.values()
+        ],
+        num_pairs_open=len(fleet.pairs.states(now)),
+        probes_ok=prober.num_ok,
+        probes_failed=prober.num_failed,
+        num_moved=num_moved,
+    )
+
+
+def describe_engine(engine: EngineState, num_requests: int, now: float) -> dict[str, Any]:
+    """JSON-ready: `EngineState.describe` and `describe_card`."""
+    return engine.describe(now, num_requests) | describe_card(engine.card, engine.load)
+
+
+def describe_fleet(fleet: Fleet, num_requests: Mapping[str, int], now: float) -> dict[str, Any]:
+    """JSON-ready: {"engines": [each], "pairs": [those whose breaker is not closed]}. `num_requests`: of each engine."""
+    states = fleet.pairs.states(now)
+    return {
+        "engines": [describe_engine(e, num_requests.get(e.name, 0), now) for e in fleet.engines.values()],
+        "pairs": [{"prefill": p, "decode": d, "breaker": state} for (p, d), state in states.items()],
+    }

@@ -1,0 +1,294 @@
+"""One choice of a reply: engine deltas in, text, tokens and logprobs to be shown out."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdkv.errors import MalformedMessage, RequestFailed
+from pdkv.parsers.answer import AnswerStream
+from pdkv.parsers.parts import Part, joined
+from pdkv.router.http.read.job import Job
+from pdkv.router.http.read.prompts import Prompt
+from pdkv.router.http.read.served_model import ServedModel
+from pdkv.router.request import Delta, GenerateRequest, PromptKeys
+from pdkv.text import TextStream
+from pdkv.wire.messages import PromptLogprobs, TokenLogprob
+
+_INLINE_ECHO = 256
+"""Prompts of so many tokens are made the beginning of a reply on the event loop: a quarter of a millisecond."""
+
+
+class ShownLogprob(NamedTuple):
+    """The logprob of one token of the reply."""
+
+    token_id: int
+    logprob: TokenLogprob | None  # None: a prompt's first token has none
+    text_offset: int  # characters before the token
+
+
+class TokenCounts(NamedTuple):
+    """Of a request that has ended."""
+
+    prompt: int  # each prompt once, whatever n is
+    completion: int  # over all choices
+    cached: int  # of the prompts
+    reasoning: int | None  # of the completions; None: thoughts are not told from answers
+    lossy: int | None = None  # of the prompts, whose KV may have gone through a codec with errors; None: there is none
+
+    @property
+    def of_prompt(self) -> dict[str, int]:
+        """What is told of the prompt's tokens; `lossy_tokens` is no field of OpenAI's."""
+        return {"cached_tokens": self.cached} | ({} if self.lossy is None else {"lossy_tokens": self.lossy})
+
+
+def usage(counts: TokenCounts) -> dict[str, Any]:
+    """Token counts of a request, those of thoughts where they are told from answers."""
+    shown: dict[str, Any] = {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": counts.of_prompt,
+    }
+    if counts.reasoning is not None:
+        shown["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}
+    return shown
+
+
+class ChoiceDelta(NamedTuple):
+    """What is new in a choice."""
+
+    choice: int  # its number in the reply
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[ShownLogprob] | None
+    finish_reason: str | None
+    stop_reason: str | int | None  # the stop string, or the stop token other than end of sequence
+    parts: Sequence[Part] | None = None  # of an answer that is told apart; its text is in them alone
+
+
+class Choice:
+    """State of one choice. `finished` says that nothing more will be shown."""
+
+    def __init__(self, job: Job, model: ServedModel, *, index: int, seed: int, sibling: "Choice | None" = None) -> None:
+        """`index` counts over all prompts; `seed` is the client's, or drawn for this prompt.
+
+        What is said about the prompt is computed and made once: by the first choice, the `sibling` of the others.
+        """
+        self.index = index
+        self.prompt: Prompt = job.prompts[index // job.n]
+        self.finished = False
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.last_token_at = 0.0
+        """When the last tokens came from the engines, of the process's clock; 0 before the first."""
+        self._encoded_prompt_logprobs: PromptLogprobs | None = None
+        self._prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._keys: PromptKeys = PromptKeys() if sibling is None else sibling._keys
+        self._sibling = sibling
+        self._shown_prompt: tuple[str, list[ShownLogprob]] | None = None
+        self._job = job
+        self._tokenizer = model.tokenizer
+        self._text = self._new_text(job, model)
+        self._answer = AnswerStream(job.answer) if job.answer is not None else None
+        self._echo_pending = job.echo
+        self._num_echoed = 0  # characters
+        params = msgspec.structs.replace(job.params, seed=seed, stop=())  # the engines know nothing of stop strings
+        room = model.max_model_len - len(self.prompt.token_ids)
+        if params.max_tokens is not None and params.max_tokens > room:  # only a default can be: see prepare_completion
+            params = msgspec.structs.replace(params, max_tokens=room)
+        if sibling is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        self._params = params
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Tokens of the prompt that have logprobs; known from the first choice's first delta on."""
+        encoded = (self._sibling or self)._encoded_prompt_logprobs
+        return 0 if encoded is None else encoded.count
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of the whole prompt; those of a long one are decoded on a thread: whoever asks first waits.
+
+        Raises:
+            RequestFailed: the engine sent something else.
+        """
+        if self._sibling is not None:
+            return self._sibling.prompt_logprobs
+        if self._prompt_logprobs is None and self._encoded_prompt_logprobs is not None:
+            try:
+                self._prompt_logprobs = self._encoded_prompt_logprobs.decode()
+            except MalformedMessage as error:
+                raise RequestFailed(f"an engine sent prompt logprobs that are none: {error}", request_id="") from None
+        return self._prompt_logprobs
+
+    def _new_text(self, job: Job, model: ServedModel) -> TextStream:
+        params = job.params
+        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *model.eos_token_ids)
+        return TextStream(
+            self._tokenizer.detokenizer(
+                skip_special_tokens=job.skip_special_tokens,
+                keep=job.answer.markers if job.answer is not None else frozenset(),
+            ),
+            stop=job.stops or (),
+            min_tokens=params.min_tokens,
+            stop_token_ids=ends,
+        )
+
+    def request(
+        self, *, timeout_s: float, stall_timeout_s: float, label: str, traceparent: str = "", near: str = ""
+    ) -> GenerateRequest:
+        """What to generate. `near`: the engine that ran the prompt for its sibling."""
+        return GenerateRequest(
+            prompt_token_ids=self.prompt.token_ids,
+            params=self._params,
+            choice=self.index % self._job.n,
+            cache_salt=self._job.cache_salt,
+            kv_terms=self._job.kv_terms,
+            tenant=self._job.tenant,
+            priority=self._job.priority,
+            affinity=self._job.affinity,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            label=label,
+            traceparent=traceparent,
+            near=near,
+            keys=self._keys,
+        )
+
+    def push(self, delta: Delta) -> ChoiceDelta:
+        """What an engine's delta shows. Nothing may be pushed once `finished`."""
+        if delta.prompt_logprobs is not None:
+            self._encoded_prompt_logprobs = delta.prompt_logprobs
+        if self._job.prompt_only:
+            return self._push_prompt_only(delta)
+        if self._answer is not None:
+            return self._push_parsed(delta, self._answer)
+        echo_text, shown = self._echo() if self._echo_pending else ("", [])
+        if delta.logprobs is None:
+            text, num_tokens, stop = self._text.push(delta.token_ids)
+        else:
+            text, num_tokens, stop = self._push_with_logprobs(delta.token_ids, delta.logprobs, shown)
+        token_ids = delta.token_ids if num_tokens == len(delta.token_ids) else delta.token_ids[:num_tokens]
+        self.num_tokens += num_tokens
+        if stop is None and delta.finish_reason is not None:
+            rest, _, stop = self._text.finish()
+            text += rest
+        finish_reason = "stop" if stop is not None else delta.finish_reason
+        self.finished = finish_reason is not None
+        return ChoiceDelta(
+            self.index,
+            echo_text + text,
+            token_ids,
+            shown if self._job.params.logprobs is not None else None,
+            finish_reason,
+            stop if stop is not None else self._stop_token(delta),
+        )
+
+    def _push_with_logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], shown: list[ShownLogprob]
+    ) -> tuple[str, int, str | None]:
+        """Token by token, since each is shown with the place of its text."""
+        text = ""
+        for count, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
+            shown.append(ShownLogprob(token_id, logprob, self._num_echoed + self._text.num_characters))
+            piece = self._text.push([token_id])
+            text += piece.text
+            if piece.stop is not None:
+                return text, count, piece.stop
+        return text, len(token_ids), None
+
+    def _push_parsed(self, delta: Delta, answer: AnswerStream) -> ChoiceDelta:
+        """Token by token, since a call may end the answer, and thoughts are counted."""
+        parts: list[Part] = []
+        shown: list[ShownLogprob] = []
+        num_tokens, stop = 0, None
+        for position, token_id in enumerate(delta.token_ids):
+            if delta.logprobs is not None:
+                shown.append(ShownLogprob(token_id, delta.logprobs[position], self._text.num_characters))
+            piece = self._text.push([token_id])
+            num_tokens += 1
+            was_thinking = answer.is_thinking
+            parts += answer.push(piece.text)
+            if was_thinking or answer.is_thinking:
+                self.num_reasoning_tokens = self.num_tokens + num_tokens
+            stop = piece.stop
+            if stop is not None or answer.ended:
+                break
+        self.num_tokens += num_tokens
+        if stop is None and delta.finish_reason is not None and not answer.ended:
+            rest, _, stop = self._text.finish()
+            parts += answer.push(rest)
+        ended = stop is not None or answer.ended or delta.finish_reason is not None
+        if ended:
+            parts += answer.finish()
+        self.finished = ended
+        return ChoiceDelta(
+            self.index,
+            "",
+            delta.token_ids[:num_tokens],
+            shown if self._job.params.logprobs is not None else None,
+            self._parsed_reason(delta, stop, answer) if ended else None,
+            stop if stop is not None or answer.ended else self._stop_token(delta),
+            joined(parts),
+        )
+
+    def _parsed_reason(self, delta: Delta, stop: str | None, answer: AnswerStream) -> str:
+        """OpenAI's rules: calls are a reason where the model chose to make them."""
+        reason = "stop" if stop is not None or answer.ended or delta.finish_reason is None else delta.finish_reason
+        assert self._job.answer is not None
+        return "tool_calls" if reason == "stop" and answer.num_calls and not self._job.answer.named_tool else reason
+
+    def _stop_token(self, delta: Delta) -> int | None:
+        """vLLM's rule: a stop token is a reason, the end of sequence is none."""
+        return delta.stop_token_id if delta.stop_token_id in self._job.params.stop_token_ids else None
+
+    def _push_prompt_only(self, delta: Delta) -> ChoiceDelta:
+        """One token was generated because an engine cannot do with less; it is not shown."""
+        if delta.finish_reason is None:
+            return ChoiceDelta(self.index, "", (), None, None, None)
+        text, shown = self._echo()
+        self.finished = True
+        return ChoiceDelta(
+            self.index, text, (), shown if self._job.params.logprobs is not None else None, "length", None
+        )
+
+    def _echo(self) -> tuple[str, list[ShownLogprob]]:
+        """The prompt as the beginning of the reply, with its logprobs where they were asked for."""
+        self._echo_pending = False
+        text, shown = (self._sibling or self).shown_prompt()
+        self._num_echoed = len(text)
+        return text, [*shown]
+
+    def echo_work(self, delta: Delta) -> Callable[[], object] | None:
+        """What makes the echo of a long prompt, for a thread, before the first delta is pushed; None: push alone does.
+
+        Its siblings begin behind that delta, and find it made.
+        """
+        if not self._echo_pending or self._sibling is not None or len(self.prompt.token_ids) <= _INLINE_ECHO:
+            return None
+        if delta.prompt_logprobs is not None:
+            self._encoded_prompt_logprobs = delta.prompt_logprobs
+        return self.shown_prompt if self._shown_prompt is None else None
+
+    def shown_prompt(self) -> tuple[str, list[ShownLogprob]]:
+        """The prompt as an echo shows it; made once, and not to be changed."""
+        if self._shown_prompt is None:
+            self._shown_prompt = self._show_prompt()
+        return self._shown_prompt
+
+    def _show_prompt(self) -> tuple[str, list[ShownLogprob]]:
+        token_ids = self.prompt.token_ids
+        skip = self._job.skip_special_tokens
+        text = self.prompt.text
+        if text is None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
+        shown: list[ShownLogprob] = []
+        if self._job.params.logprobs is not None and self.prompt_logprobs is not None:
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip)
+            offset = 0
+            for token_id, logprob in zip(token_ids, self.prompt_logprobs, strict=True):
+                shown.append(ShownLogprob(token_id, logprob, offset))
+                offset += len(detokenizer.push(token_id))
+        return text, shown

@@ -1,0 +1,111 @@
+"""One response of an endpoint that generates: its id, its headers, and whether it has begun."""
+
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.types import Send
+
+from pdkv.base.clock import unix_time
+from pdkv.base.log_fields import RequestName
+from pdkv.base.trace_context import TraceContext
+from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.router.http.answer.fanout import Fanout
+from pdkv.router.http.server.errors import describe_error
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+_PIECE_BYTES = 256 << 10
+"""Of an answer so much is given to its connection at a time."""
+
+MAX_LABEL = 256
+"""Characters of a client's x-request-id."""
+
+
+class Exchange:
+    """One response: its id, its headers, and whether it has begun."""
+
+    def __init__(self, send: Send, send_body: Send, label: str | None, trace: TraceContext) -> None:
+        """`send_body`: for what follows a response's start."""
+        self.trace = trace
+        self.status = 0
+        """0: nothing was sent."""
+        self.fanout: Fanout | None = None
+        self._send = send
+        self._send_body = send_body
+        self._label = label or None
+        self._encode_failure: Callable[[PdkvError], bytes] | None = None  # of a stream that has begun
+        self.body_is_here = False
+        """Else the connection ends with the response: what is still to come is no next request."""
+        self.reply_id = secrets.token_hex(12)
+        self.request_id = label if label and _is_plain(label) else self.reply_id
+        self.created = int(unix_time())
+
+    @property
+    def name(self) -> RequestName:
+        """What log lines call the request."""
+        return RequestName(self.reply_id, 0, label=self.request_id, traceparent=self.trace.traceparent)
+
+    def check_label(self) -> None:
+        """Raises InvalidRequest for a client's x-request-id that cannot be echoed."""
+        if self._label is not None and not _is_plain(self._label):
+            raise InvalidRequest(
+                f"x-request-id must have at most {MAX_LABEL} characters, all of them printable ASCII",
+                param="x-request-id",
+            )
+
+    async def send_whole(
+        self, status: int, data: bytes, engines: tuple[str, str] = ("", ""), *, retry_after_s: float = 1.0
+    ) -> None:
+        """The whole response, JSON; returns when its client has read it but for a piece. `retry_after_s` is said with
+        429 and 503.
+        """
+        headers = self._headers(b"application/json", engines)
+        headers.append((b"content-length", b"%d" % len(data)))
+        if status in (429, 503):
+            headers.append((b"retry-after", b"%d" % math.ceil(retry_after_s)))
+        if not self.body_is_here:
+            headers.append((b"connection", b"close"))
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        for begin in range(0, len(data), _PIECE_BYTES):
+            end = begin + _PIECE_BYTES
+            await self._send_body({"type": "http.response.body", "body": data[begin:end], "more_body": end < len(data)})
+
+    async def begin_events(self, engines: tuple[str, str], fail: Callable[[PdkvError], bytes]) -> None:
+        """The head of a stream; `fail` makes its last events, should it fail."""
+        headers = self._headers(b"text/event-stream; charset=utf-8", engines)
+        headers.append((b"cache-control", b"no-cache"))
+        self.status = 200
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._encode_failure = fail
+
+    def send_events(self, data: bytes) -> Awaitable[None]:
+        """A part of a stream that has begun."""
+        return self._send_body({"type": "http.response.body", "body": data, "more_body": True})
+
+    def end_events(self, data: bytes) -> Awaitable[None]:
+        """The last part of a stream."""
+        return self._send_body({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def fail(self, error: PdkvError) -> None:
+        """A status as long as nothing was sent, the stream's own last events afterwards."""
+        if self._encode_failure is not None:
+            await self.end_events(self._encode_failure(error))
+        else:
+            status, body = describe_error(error)
+            retry_after_s = getattr(error, "retry_after_s", 1.0)
+            await self.send_whole(status, msgspec.json.encode(body), retry_after_s=retry_after_s)
+
+    def _headers(self, content_type: bytes, engines: tuple[str, str]) -> RawHeaders:
+        headers = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode("latin-1"))]
+        for name, engine in zip((b"x-pd-prefill-engine", b"x-pd-decode-engine"), engines, strict=True):
+            if engine:
+                headers.append((name, engine.encode("latin-1")))
+        return headers
+
+
+def _is_plain(label: str) -> bool:
+    """Whether a label can stand in a header and in a log line: without control characters, such as U+009B."""
+    return len(label) <= MAX_LABEL and label.isascii() and label.isprintable()

@@ -1,0 +1,287 @@
+"""All choices of one request as one stream of deltas, over as many generations."""
+
+import asyncio
+import functools
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pdkv.base.clock import MONOTONIC
+from pdkv.errors import RequestAborted, RequestFailed
+from pdkv.router.http.answer.choice import Choice, ChoiceDelta, TokenCounts
+from pdkv.router.http.read.job import Job
+from pdkv.router.http.read.served_model import ServedModel
+from pdkv.router.http.read.text_pool import TextPool
+from pdkv.router.http.server.deadline import Deadline
+from pdkv.router.metrics.requests import RequestMetrics
+from pdkv.router.request import Delta
+from pdkv.wire.messages import SourceCounts
+
+if TYPE_CHECKING:
+    from pdkv.router.admission.admission_queue import Visit
+    from pdkv.router.generations.dispatch import Generation
+
+_STARTS_IN_A_ROW = 16
+
+STALL_S = 0.05
+"""Tokens that lie here for longer wait for a client that does not read: the time is counted apart from the engines'."""
+
+
+class Fanout:
+    """Of each prompt the first choice goes first, the others after its first delta: the prompt's blocks are hits then.
+
+    `abort` may be called at any time; whoever begins must call it when done, whatever happened.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: ServedModel,
+        visit: "Visit",
+        metrics: RequestMetrics,
+        *,
+        deadline: Deadline,
+        label: str,
+        traceparent: str = "",
+        pool: TextPool,
+    ) -> None:
+        """`label`, `traceparent`: the request's names in all processes' logs. `pool` makes what takes long."""
+        self.job = job
+        self.choices = list(_make_choices(job, model))
+        self._visit = visit
+        self._metrics = metrics
+        self._deadline = deadline
+        self._label = label
+        self._traceparent = traceparent
+        self._pool = pool
+        self._generations: dict[int, Generation] = {}  # by choice index
+        self.aborted = False  # whether `abort` was called
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_unfinished = len(self.choices)
+        self._alone: Generation | None = None  # of the only choice
+        self._held: Delta | None = None  # of the only choice, until its prompt's echo is made
+        self._arrived: list[ChoiceDelta | Exception] = []  # of several choices
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def engines(self) -> tuple[str, str]:
+        """Names of the prefill and decode engine of the first choice; known with the first delta."""
+        generation = self._generations.get(0)
+        return (generation.prefill_engine, generation.decode_engine) if generation is not None else ("", "")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt once, whatever n is."""
+        return sum(len(prompt.token_ids) for prompt in self.job.prompts)
+
+    @property
+    def num_begun_tokens(self) -> int:
+        """Of the prompts that an engine was given, each once."""
+        prompts, n = self.job.prompts, self.job.n
+        return sum(len(prompts[index // n].token_ids) for index in self._generations if index % n == 0)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the first choice of each prompt did not have to compute."""
+        return sum(g.num_cached_tokens for index, g in self._generations.items() if index % self.job.n == 0)
+
+    @property
+    def num_lossy_tokens(self) -> int | None:
+        """Prompt tokens of the first choices whose KV a codec may have changed; None: no engine of them has one."""
+        firsts = [g.num_lossy_tokens for index, g in self._generations.items() if index % self.job.n == 0]
+        known = [num_tokens for num_tokens in firsts if num_tokens is not None]
+        return sum(known) if known else None
+
+    @property
+    def sources(self) -> SourceCounts:
+        """Prompt tokens by source, of the first choice of each prompt; all zero before its first token."""
+        firsts = [g.sources for index, g in self._generations.items() if index % self.job.n == 0]
+        if len(firsts) == 1:
+            return firsts[0]
+        return SourceCounts(*(sum(getattr(s, name) for s in firsts) for name in SourceCounts.__struct_fields__))
+
+    @property
+    def generations(self) -> "Iterable[Generation]":
+        """All that were started."""
+        return self._generations.values()
+
+    @property
+    def num_attempts(self) -> int:
+        """The most that one choice took; 0: none has begun."""
+        return max((g.num_attempts for g in self._generations.values()), default=0)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Over all choices."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of thoughts, over all choices; None: thoughts are not told from answers."""
+        if self.job.answer is None or self.job.answer.reasoning_parser is None:
+            return None
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
+    def counts(self) -> TokenCounts:
+        """What its usage says."""
+        return TokenCounts(
+            self.num_prompt_tokens,
+            self.num_completion_tokens,
+            self.num_cached_tokens,
+            self.num_reasoning_tokens,
+            self.num_lossy_tokens,
+        )
+
+    def abort(self) -> None:
+        """Give up every generation that is not over; `take` then raises RequestAborted. Idempotent."""
+        self.aborted = True
+        self._visit.abort()
+        for generation in self._generations.values():
+            generation.abort()
+
+    async def begin(self) -> None:
+        """Begin the generations. To be called once; then `take` and `news` by turns, until it is `finished`.
+
+        Raises:
+            EngineUnavailable, RequestFailed: the only choice could not begin.
+        """
+        if len(self.choices) == 1:
+            self._alone = await self._start(self.choices[0])
+            return
+        for choice in self.choices[:: self.job.n]:
+            self._pump(choice)
+            await self._take_turns(choice.index // self.job.n)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of every choice has been taken."""
+        return not self._num_unfinished
+
+    def take(self) -> Sequence[ChoiceDelta]:
+        """All that is new; empty: nothing yet, see `news`. No coroutine: it is called for every token.
+
+        Raises:
+            EngineUnavailable, RequestFailed: one choice failed, so the request did.
+        """
+        if self._alone is not None:
+            return self._take_of_one(self._alone)
+        arrived, self._arrived = self._arrived, []
+        deltas: list[ChoiceDelta] = []
+        for item in arrived:
+            if isinstance(item, Exception):
+                raise item
+            deltas.append(item)
+        self._num_unfinished -= sum(delta.finish_reason is not None for delta in deltas)
+        return deltas
+
+    def _take_of_one(self, generation: "Generation") -> Sequence[ChoiceDelta]:
+        choice = self.choices[0]
+        delta, self._held = self._held or generation.take(), None
+        if delta is None:
+            if generation.ended:
+                raise self._ended_early()
+            return ()
+        if self.job.echo and choice.echo_work(delta) is not None:
+            self._held = delta
+            return ()
+        shown = self._show(choice, generation, delta)
+        if shown.finish_reason is not None:
+            self._num_unfinished = 0
+        return (shown,)
+
+    def news(self) -> Awaitable[None]:
+        """Done when there may be something to take, for who has just found nothing."""
+        if self._held is not None and (work := self.choices[0].echo_work(self._held)) is not None:
+            return self._work_on_pool(work)
+        if self._alone is not None:
+            return self._alone.news()
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    async def _work_on_pool(self, work: Callable[[], object]) -> None:
+        await self._pool.encode(work)
+
+    def _put(self, item: ChoiceDelta | Exception) -> None:
+        """For `take`, from one of several choices."""
+        self._arrived.append(item)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _start(self, choice: Choice) -> "Generation":
+        """Begin a choice, at once or when it is its turn; the deadline is the request's."""
+        if self.aborted:
+            raise RequestAborted("the client went away", request_id=self._label)
+        first = self._generations.get(choice.index - choice.index % self.job.n)
+        near = first.prefill_engine if first is not None else ""
+        request = choice.request(
+            timeout_s=max(self._deadline.whole_left_s, 0.001),
+            stall_timeout_s=self._deadline.stall_timeout_s,
+            label=self._label,
+            traceparent=self._traceparent,
+            near=near,
+        )
+        generation = await self._visit.start(request, functools.partial(self._generations.__setitem__, choice.index))
+        self._metrics.dispatched()
+        return generation
+
+    async def _take_turns(self, index: int) -> None:
+        """Between starts: a thousand choices must not hold up other requests."""
+        if index % _STARTS_IN_A_ROW == _STARTS_IN_A_ROW - 1:
+            await asyncio.sleep(0)
+
+    def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
+        """What a delta of an engine shows to the client."""
+        arrivals = generation.take_arrivals()
+        for at in arrivals:
+            if choice.last_token_at:
+                self._metrics.inter_token(at - choice.last_token_at)
+            else:
+                self._metrics.first_token(at)
+            choice.last_token_at = at
+        if arrivals and (waited_s := MONOTONIC.now() - arrivals[0]) > STALL_S:
+            self._metrics.client_stall(waited_s)
+        shown = choice.push(delta)
+        self._visit.came(len(shown.token_ids))
+        if shown.finish_reason is not None:
+            self._metrics.choice_ended(shown.finish_reason)
+        if choice.finished and delta.finish_reason is None:
+            generation.finish()  # a stop string, or a tool call: the engines know nothing of it
+        return shown
+
+    def _ended_early(self) -> RequestFailed:
+        return RequestFailed("the generation ended without a reason", request_id=self._label)
+
+    def _pump(self, choice: Choice) -> None:
+        task = asyncio.create_task(self._collect(choice))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _collect(self, choice: Choice) -> None:
+        """Put what a choice gives where `take` finds it; its siblings start behind its first delta."""
+        siblings = range(choice.index + 1, choice.index + self.job.n) if choice.index % self.job.n == 0 else range(0)
+        try:
+            generation = await self._start(choice)
+            async for delta in generation:
+                if (work := choice.echo_work(delta)) is not None:
+                    await self._work_on_pool(work)
+                self._put(self._show(choice, generation, delta))
+                for index in siblings:
+                    self._pump(self.choices[index])
+                    await self._take_turns(index)
+                siblings = range(0)
+                if choice.finished:
+                    return
+            raise self._ended_early()
+        except Exception as error:  # raised again by `take`, to whoever serves the request
+            self._put(error)
+
+
+def _make_choices(job: Job, model: ServedModel) -> Iterator[Choice]:
+    for first in range(0, len(job.prompts) * job.n, job.n):
+        seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
+        sibling = Choice(job, model, index=first, seed=seed)
+        yield sibling
+        for index in range(first + 1, first + job.n):
+            yield Choice(job, model, index=index, seed=seed, sibling=sibling)

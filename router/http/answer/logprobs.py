@@ -1,0 +1,81 @@
+"""Logprobs in the forms of OpenAI's two APIs, and in vLLM's for prompts."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pdkv.router.http.answer.choice import ShownLogprob
+from pdkv.text import Tokenizer
+from pdkv.wire.messages import TokenLogprob
+
+_LEAST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+
+def completion_logprobs(logprobs: Iterable[ShownLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The legacy form: parallel lists. `top_logprobs` holds the token itself too, as OpenAI's does."""
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for shown in logprobs:
+        token = _legacy_token(shown.token_id, tokenizer)
+        tokens.append(token)
+        offsets.append(shown.text_offset)
+        if shown.logprob is None:
+            values.append(None)
+            tops.append(None)
+            continue
+        value = max(shown.logprob.logprob, _LEAST_LOGPROB)
+        values.append(value)
+        top = {_legacy_token(i, tokenizer): max(p, _LEAST_LOGPROB) for i, p in shown.logprob.top}
+        tops.append({**top, token: value})
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _legacy_token(token_id: int, tokenizer: Tokenizer) -> str:
+    """A token as a dictionary key: OpenAI's "bytes:" form where it is part of a character, so that keys stay apart."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+
+
+def chat_logprobs(logprobs: Iterable[ShownLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The chat form: one entry per token, each with its bytes."""
+    content = []
+    for shown in logprobs:
+        assert shown.logprob is not None
+        entry = _chat_token(shown.token_id, shown.logprob.logprob, tokenizer)
+        entry["top_logprobs"] = [_chat_token(i, p, tokenizer) for i, p in shown.logprob.top]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {"token": data.decode(errors="replace"), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(data)}
+
+
+def prompt_logprobs(
+    token_logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer, num_asked: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: per prompt token {token id: {logprob, rank, decoded_token}}; the first token has none."""
+    entries: list[dict[str, Any] | None] = []
+    for value in token_logprobs:
+        if value is None:
+            entries.append(None)
+            continue
+        ranked = [(i, p, rank) for rank, (i, p) in enumerate(value.top[:num_asked], 1)]
+        ranked.append((value.token_id, value.logprob, value.rank))
+        entries.append(
+            {
+                str(i): {
+                    "logprob": max(p, _LEAST_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_bytes(i).decode(errors="replace"),
+                }
+                for i, p, rank in ranked
+            }
+        )
+    return entries

@@ -1,0 +1,172 @@
+"""How a reply gets to its client: event by event, or whole. Each API has its own forms of both."""
+
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.router.http.answer.choice import Choice, ChoiceDelta, TokenCounts
+from pdkv.router.http.answer.exchange import Exchange
+from pdkv.router.http.answer.fanout import Fanout
+from pdkv.router.http.read.job import Job
+from pdkv.router.http.read.served_model import ServedModel
+from pdkv.router.http.read.text_pool import TextPool
+from pdkv.router.http.server.budget import ByteBudget, Held
+from pdkv.router.http.server.request_body import Disconnected
+
+_AHEAD_BYTES = 16 << 10
+"""Memory for an answer is taken in such pieces, not for every token."""
+
+INLINE_LOGPROBS = 256
+"""Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
+
+Work = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs what makes a part of a reply, on a thread where that takes long."""
+
+
+class Asked(NamedTuple):
+    """One request, for whoever writes its reply."""
+
+    job: Job
+    choices: Sequence[Choice]
+    model: ServedModel
+    serial: str  # what makes ids of the reply its own
+    created: int  # seconds since the epoch
+
+
+class EventEncoder(Protocol):
+    """The events of one streamed reply, as they are sent."""
+
+    def begin(self) -> bytes:
+        """What is said before the first delta."""
+
+    def encode(self, delta: ChoiceDelta) -> bytes:
+        """What a delta says; nothing where it shows nothing."""
+
+    def end(self, counts: TokenCounts) -> bytes:
+        """What is said behind the last delta."""
+
+    def fail(self, error: PdkvError) -> bytes:
+        """What is said instead if the request fails."""
+
+
+class WholeReply(Protocol):
+    """A reply that is sent in one piece."""
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """The next delta of a choice."""
+
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens whose logprobs are shown."""
+
+    async def body(self, counts: TokenCounts, work: Work) -> object:
+        """All of it, made in pieces by `work`. To be called once, behind the last delta."""
+
+
+class ReplyForms(NamedTuple):
+    """How one API's replies look."""
+
+    events: Callable[[Asked], EventEncoder]
+    whole: Callable[[Asked], WholeReply]
+
+
+async def send_reply(
+    forms: ReplyForms,
+    fanout: Fanout,
+    model: ServedModel,
+    exchange: Exchange,
+    pool: TextPool,
+    answers: ByteBudget,
+    key: str,
+) -> None:
+    """Send what the request asked for, as it asked for it. Raises what `Fanout.take` raises, or Disconnected."""
+    asked = Asked(fanout.job, fanout.choices, model, exchange.reply_id, exchange.created)
+    if fanout.job.stream:
+        await _stream(forms.events(asked), fanout, exchange, pool)
+    else:
+        held = Held(key)
+        try:
+            data = await _whole(forms.whole(asked), fanout, pool, answers, held)
+            answers.give(held)
+            answers.try_take(held, len(data))  # less than its objects took
+            await exchange.send_whole(200, data, fanout.engines)
+        finally:
+            answers.give(held)
+
+
+async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, pool: TextPool) -> None:
+    """One write per step of the engines, whatever the number of choices."""
+    encode = encoder.encode
+    begin = b""
+    begun = False
+    shows_logprobs = fanout.job.params.logprobs is not None
+    num_shown = 0  # logprobs so far
+    while not fanout.finished:
+        batch = fanout.take()
+        if not batch:
+            await fanout.news()
+            continue
+        if not begun:
+            begun = True
+            begin = encoder.begin()
+            await exchange.begin_events(fanout.engines, encoder.fail)
+        num_new = _num_logprobs(batch) if shows_logprobs else 0
+        num_shown += num_new
+        is_end = num_shown and any(delta.finish_reason is not None for delta in batch)  # which may repeat all of them
+        if (num_shown if is_end else num_new) > INLINE_LOGPROBS:
+            for delta in batch:
+                await exchange.send_events(begin + await pool.encode(functools.partial(encode, delta)))
+                begin = b""
+            continue
+        data = encode(batch[0]) if len(batch) == 1 else b"".join(map(encode, batch))
+        if begin or data:  # of an answer that is told apart, a token may show nothing yet
+            await exchange.send_events(begin + data)
+            begin = b""
+    end = functools.partial(encoder.end, fanout.counts)
+    await exchange.end_events(end() if num_shown <= INLINE_LOGPROBS else await pool.encode(end))
+
+
+def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
+    """Tokens whose logprobs a batch shows."""
+    return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
+
+
+def bytes_per_token(logprobs: int | None) -> int:
+    """Memory that a token of a gathered answer takes, with its logprobs, at most."""
+    return 128 if logprobs is None else 128 + 256 * (logprobs + 1)
+
+
+async def _whole(whole: WholeReply, fanout: Fanout, pool: TextPool, answers: ByteBudget, held: Held) -> bytes:
+    """Everything at once, when the last choice is finished, as JSON."""
+    per_token, num_tokens = bytes_per_token(fanout.job.params.logprobs), 0
+    while not fanout.finished:
+        batch = fanout.take()
+        for delta in batch:
+            whole.add(delta)
+            num_tokens += len(delta.token_ids)
+        if num_tokens * per_token > held.size:
+            _hold(answers, held, num_tokens * per_token - held.size + _AHEAD_BYTES)
+        if not batch:
+            await fanout.news()
+    inline = whole.num_logprobs <= INLINE_LOGPROBS
+
+    async def work(make: Callable[[], Any]) -> Any:
+        if fanout.aborted:
+            raise Disconnected
+        return make() if inline else await pool.encode(make)
+
+    return msgspec.json.encode(await whole.body(fanout.counts, work))
+
+
+def _hold(answers: ByteBudget, held: Held, size: int) -> None:
+    if answers.try_take(held, size):
+        return
+    if held.size < answers.limit // 4:
+        raise answers.busy()
+    raise InvalidRequest(
+        f"the answer takes more than {held.size} bytes of memory, and a client may hold as much as it leaves free of "
+        f"{answers.limit} (--max-answer-memory): stream it, or ask for fewer choices, tokens or logprobs"
+    )

@@ -1,0 +1,248 @@
+"""The shapes of replies, for the schema alone: `completions.py` and `sse.py` build them by hand, since it is faster.
+
+`tests/router/http/pages/test_openapi.py` reads real replies as these types: neither can change without the other.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int  # that were not computed for this request
+    lossy_tokens: int | None = None  # whose KV may have gone through a codec with errors
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the tokens that were generated."""
+
+    reasoning_tokens: int  # of thoughts; where the server tells them from answers
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts; each prompt counts once, whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token at one place of a prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Per token of a prompt, by token id; the first token has none."""
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Parallel lists, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice, or what is new in it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = None  # the stop string or stop token
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Of /v1/completions: a reply, or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that might have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that came."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry per token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool's name, and what it is given."""
+
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class MadeCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None  # null beside calls or thoughts alone
+    reasoning_content: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """Of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new in a call."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that begins, or goes on."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new in a message."""
+
+    content: str | None = None
+    role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new in one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong."""
+
+    message: str
+    type: str  # such as invalid_request_error, rate_limit_error, server_error
+    param: str | None = None  # the field
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Every status from 400 on, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """All served models: one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """Of pdkv."""
+
+    version: str
+
+
+class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that generate now."""
+
+    server_load: int
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """That requests can be served; a degraded server computes what it would have loaded."""
+
+    status: Literal["ok", "degraded"]
+    connector_problems: dict[str, str] | None = None

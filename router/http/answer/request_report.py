@@ -1,0 +1,97 @@
+"""What is said of a request that has ended: its access line, and its spans."""
+
+from typing import Any
+
+from starlette.types import Scope
+
+from pdkv.router.http.answer.fanout import Fanout
+from pdkv.router.http.server.access_log import CLIENT_GONE, AccessLine, key_name
+from pdkv.router.metrics.requests import RequestMetrics
+from pdkv.router.metrics.tracing import Served
+
+_SPAN_NAMES = {
+    "request_id": "gen_ai.request.id",
+    "choices": "gen_ai.request.n",
+    "prompt_tokens": "gen_ai.usage.prompt_tokens",
+    "completion_tokens": "gen_ai.usage.completion_tokens",
+    "queue_s": "gen_ai.latency.time_in_queue",
+    "ttft_s": "gen_ai.latency.time_to_first_token",
+}
+"""Names of an access line's fields as vLLM's spans have them; others are pdkv's own."""
+
+
+class RequestReport:
+    """One request. Nothing of its prompt, its reply or its key is in it."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        names: dict[str, str],
+        status: int,
+        outcome: str,
+        metrics: RequestMetrics,
+        fanout: Fanout | None,
+    ) -> None:
+        """What there is to tell.
+
+        Args:
+            names: request_id, trace_id, and param where a field is to blame.
+            status: 0: the client had left.
+            fanout: None: it came not so far.
+        """
+        self._scope = scope
+        self._status = status or CLIENT_GONE
+        self._outcome = outcome
+        self._metrics = metrics
+        self._fanout = fanout
+        self._fields: dict[str, Any] = {**names, "key": key_name(scope)}
+        if fanout is not None:
+            self._fields |= _work(fanout, metrics)
+
+    def access_line(self) -> AccessLine:
+        """For the log."""
+        duration_s = self._metrics.duration_s
+        return AccessLine(
+            self._scope, status=self._status, outcome=self._outcome, duration_s=duration_s, **self._fields
+        )
+
+    def served(self) -> Served:
+        """For the tracer."""
+        metrics, fanout = self._metrics, self._fanout
+        attributes: dict[str, Any] = {
+            "http.request.method": self._scope["method"],
+            "url.path": self._scope["path"],
+            "http.response.status_code": self._status,
+            "gen_ai.latency.e2e": metrics.duration_s,
+            "pdkv.outcome": self._outcome,
+        }
+        for name, value in self._fields.items():
+            if value is not None and name != "trace_id":
+                attributes[_SPAN_NAMES.get(name, f"pdkv.{name}")] = value
+        return Served(
+            began=metrics.began,
+            dispatched=metrics.dispatched_at,
+            first_token=metrics.first_token_at,
+            ended=metrics.ended_at,
+            failed=self._status >= 500 or (self._status == 200 and self._outcome not in ("ok", "disconnected")),
+            attributes=attributes,
+            generations=list(fanout.generations) if fanout is not None else [],
+        )
+
+
+def _work(fanout: Fanout, metrics: RequestMetrics) -> dict[str, Any]:
+    """What was done for it; a field whose value nobody knows is None."""
+    prefill, decode = fanout.engines
+    sources = fanout.sources
+    return {
+        "stream": fanout.job.stream,
+        "choices": len(fanout.choices),
+        "prefill": prefill or None,
+        "decode": decode or None,
+        "attempts": fanout.num_attempts,
+        "prompt_tokens": fanout.num_prompt_tokens,
+        **{name: getattr(sources, name) for name in sources.__struct_fields__},
+        "completion_tokens": fanout.num_completion_tokens,
+        "queue_s": metrics.queue_s,
+        "ttft_s": metrics.ttft_s,
+    }

@@ -1,0 +1,385 @@
+"""POST /admin/cache/…: what engines and tiers hold of a prompt, and what shall go, stay, or be elsewhere."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import msgspec
+
+from pdkv.base.block_keys import extend_keys, root_key
+from pdkv.base.clock import MONOTONIC
+from pdkv.base.limits import check_cache_salt, clip
+from pdkv.base.options import did_you_mean
+from pdkv.errors import EngineUnavailable, InvalidRequest, RequestFailed, RequestTimeout, StoreFull, StoreUnable
+from pdkv.errors import TransferTimeout as LateTier
+from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.tenants import Tenant
+from pdkv.router.engines.cache_view import describe_caches
+from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.http.read.bodies import Message, TokenizeChatBody
+from pdkv.router.http.read.chat import read_conversation
+from pdkv.router.http.read.decoding import BodyDecoder
+from pdkv.router.http.read.prompts import check_length, encode
+from pdkv.router.http.read.served_model import ServedModel
+from pdkv.router.request import GenerateRequest
+from pdkv.sampling.params import SamplingParams
+from pdkv.wire.messages import CacheAction, CacheAnswer, CacheOrder, KVTerms, TierAnswer, names_tier
+
+if TYPE_CHECKING:
+    from pdkv.router.generations.dispatch import Dispatcher
+
+POOL = "pool"
+"""The tier that is an engine's own blocks (engine/outside/cache_orders.py)."""
+
+HOST = "host"
+"""The kind of a tier of which each engine writes its own, and reads all (kv_store/host_store.py)."""
+
+MAX_BODY_BYTES = 8 << 20
+
+MAX_TIMEOUT_S = 300.0
+
+MAX_TTL_S = 1e9
+
+MOVE_GRACE_S = 30.0
+"""So much later than its deadline a move has ended on every engine: a store's calls have deadlines of their own."""
+
+ACTIONS: tuple[CacheAction, ...] = get_args(CacheAction)
+
+_ON_ALL: tuple[CacheAction, ...] = ("clear", "unpin")
+"""What can be asked for without a prompt."""
+
+_CONTENTS = ("prompt", "messages", "tokens", "keys")
+
+
+class CacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which KV is meant, and where."""
+
+    prompt: str | None = None
+    messages: Sequence[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tokens: list[int] | None = None
+    keys: list[str] | None = None  # hexadecimal, of a prompt's full hash blocks from the first on
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    api_key: str | None = None  # the name of the client's key, where keys have salts of their own
+    engine: str | None = None  # this one alone; prefetch, and a move into host memory: into its own
+    tier: str = ""
+    source: str = msgspec.field(default="", name="from")  # move: the tier that values leave; `tier` is where they go
+    copy: bool = False  # move: they stay there, too
+    ttl_s: float | None = None  # pin
+    timeout_s: float = 10.0
+    return_keys: bool = False
+
+
+_BODY = BodyDecoder(CacheBody, tokens="tokens")
+
+
+class CachePages:
+    """What operators ask of caches. Lives in the dispatcher's event loop.
+
+    Args:
+        model: prompts are tokenized as its requests' are.
+        keys: the clients', where they need some.
+    """
+
+    def __init__(self, dispatcher: "Dispatcher", model: Callable[[], ServedModel], keys: KeyRing | None = None) -> None:
+        self._dispatcher = dispatcher
+        self._model = model
+        self._keys = keys
+        self._next_move_at = 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """What pools and tiers hold and gave (engines/cache_view.py), JSON-ready."""
+        names: dict[int, list[str]] = {}
+        for tenant in self._keys.tenants if self._keys is not None else ():
+            if tenant.grant.kv_terms is not None:
+                names.setdefault(tenant.grant.kv_terms.owner, []).append(tenant.name)
+        return describe_caches(self._dispatcher.engines(), names)
+
+    async def answer(self, action: str, data: bytes | bytearray) -> dict[str, Any]:
+        """JSON-ready: {"prompt_tokens", "engines": [{"name", "role", "tiers": […]}]}.
+
+        Raises:
+            InvalidRequest: what is asked for cannot be; 404 where no engine or tier is called so, 409 where there is no
+                room to pin or to move to, or where a move is under way.
+            EngineUnavailable: the engine, or all, cannot be asked now.
+            RequestTimeout: nobody answered in time.
+            RequestFailed: nobody could do it.
+        """
+        if action not in ACTIONS:
+            raise InvalidRequest(f"there is no /admin/cache/{clip(action)}: known are {', '.join(ACTIONS)}", status=404)
+        body = await asyncio.to_thread(_BODY.decode, data)
+        _check(action, body)
+        engines = _choose(self._dispatcher.fleet, body.engine)
+        tokens, keys, num_tokens = await asyncio.to_thread(self._read, body, engines[0])
+        if body.engine is None and (action == "prefetch" or (action == "move" and names_tier(HOST, body.tier))):
+            engines = _one_of(engines, keys or ())
+        order = CacheOrder(
+            order_id="",
+            action=action,
+            keys=keys,
+            tier=body.tier,
+            ttl_s=body.ttl_s,
+            timeout_s=body.timeout_s,
+            kv_terms=self._terms_of(body) if action in ("prefetch", "move") else None,
+            source=body.source,
+            copy=body.copy,
+        )
+        if action == "prefetch" and body.tier == POOL:
+            await self._load(engines[0].name, order, tokens, self._salt_of(body))
+            order = msgspec.structs.replace(order, action="lookup")
+        answers = await self._ask([engine.name for engine in engines], order)
+        _check_answers(order, answers)
+        told: dict[str, Any] = {"prompt_tokens": num_tokens} if keys is not None else {}
+        if body.return_keys:
+            told["keys"] = [key.hex() for key in keys or ()]
+        return told | {"engines": [_describe(engine, answers[engine.name]) for engine in engines]}
+
+    async def _ask(self, names: Sequence[str], order: CacheOrder) -> Mapping[str, CacheAnswer]:
+        """What each engine answers. One move at a time: of two in opposite directions, on two engines, each could
+        remove the value that the other one relies on. One that is late, or given up, may still be at it.
+        """
+        if order.action != "move":
+            return await self._dispatcher.cache_orders.ask(names, order)
+        if MONOTONIC.now() < self._next_move_at:
+            raise InvalidRequest("a move is under way: one at a time was expected", status=409)
+        self._next_move_at = MONOTONIC.now() + order.timeout_s + MOVE_GRACE_S
+        answers = await self._dispatcher.cache_orders.ask(names, order)
+        if not any(tier.code == LateTier.code for answer in answers.values() for tier in answer.tiers):
+            self._next_move_at = 0.0
+        return answers
+
+    async def _load(self, name: str, order: CacheOrder, tokens: list[int] | None, salt: str) -> None:
+        """Let an engine's own blocks have what tiers have of a prompt: it runs that and one token more."""
+        if tokens is None:
+            raise InvalidRequest(
+                "keys: to load into an engine's own blocks, give the prompt or its tokens", param="keys"
+            )
+        ask = self._dispatcher.cache_orders.ask
+        answers = await ask([name], msgspec.structs.replace(order, action="lookup", tier=""))
+        there = {tier.tier: tier.num_tokens for tier in answers[name].tiers}
+        num_found = max(there.values(), default=0)
+        if num_found <= there.get(POOL, 0) or not self._dispatcher.fleet.is_ready(name):
+            return
+        behind = tokens[num_found : num_found + 1] or tokens[:1]  # any: only the token behind a hit is computed
+        request = GenerateRequest(
+            prompt_token_ids=[*tokens[:num_found], *behind][: self._model().max_model_len - 1],
+            params=SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True),
+            cache_salt=salt,
+            kv_terms=order.kv_terms,
+            timeout_s=order.timeout_s,
+            label="cache-prefetch",
+        )
+        generation = self._dispatcher.start_on(name, request)
+        try:
+            async for _ in generation:
+                pass
+        finally:
+            generation.abort()
+
+    def _read(self, body: CacheBody, engine: EngineState) -> tuple[list[int] | None, list[bytes] | None, int]:
+        """(tokens of the prompt that is meant, if they are known; its block keys, or None: all; how many tokens)."""
+        assert engine.card is not None
+        block = engine.card.hash_block_size
+        if body.keys is not None:
+            return None, _parse_keys(body.keys), len(body.keys) * block
+        tokens = _tokens_of(body, self._model())
+        if tokens is None:
+            return None, None, 0
+        if len(tokens) < block:
+            raise InvalidRequest(
+                f"the prompt has {len(tokens)} tokens; KV is found in blocks of {block}: there is none of it",
+                param=_given(body)[0],
+            )
+        layout, salt = engine.card.layout.identity, self._salt_of(body)
+        keys: list[bytes] = []
+        extend_keys(keys, root_key(model=engine.card.model, layout=layout, cache_salt=salt), tokens)
+        return tokens, keys, len(tokens)
+
+    def _salt_of(self, body: CacheBody) -> str:
+        salt = body.cache_salt or ""
+        check_cache_salt(salt)
+        tenant = self._tenant_of(body)
+        return salt if tenant is None else tenant.salted(salt)
+
+    def _terms_of(self, body: CacheBody) -> KVTerms | None:
+        tenant = self._tenant_of(body)
+        return None if tenant is None else tenant.grant.kv_terms
+
+    def _tenant_of(self, body: CacheBody) -> Tenant | None:
+        if body.api_key is None:
+            return None
+        tenants = {tenant.name: tenant for tenant in self._keys.tenants} if self._keys is not None else {}
+        if body.api_key not in tenants:
+            known = did_you_mean(body.api_key, tenants)
+            raise InvalidRequest(f"there is no API key named {clip(body.api_key)!r}{known}", param="api_key")
+        return tenants[body.api_key]
+
+
+def _given(body: CacheBody) -> list[str]:
+    return [name for name in _CONTENTS if getattr(body, name) is not None]
+
+
+def _check(action: CacheAction, body: CacheBody) -> None:
+    given = _given(body)
+    if len(given) > 1 or (not given and action not in _ON_ALL):
+        raise InvalidRequest(
+            f"{action}: one of {', '.join(_CONTENTS)} was expected, got {' and '.join(given) or 'none'}",
+            param=given[1] if given else "prompt",
+        )
+    if body.messages is None:
+        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise InvalidRequest(f"{name} belongs to messages, and there are none", param=name)
+    if body.ttl_s is not None and (action != "pin" or not 0 < body.ttl_s <= MAX_TTL_S):
+        raise InvalidRequest(
+            f"ttl_s is for pin, a number of seconds above 0 and up to {MAX_TTL_S:g}; got {body.ttl_s:g} for {action}",
+            param="ttl_s",
+        )
+    if not 0 < body.timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"timeout_s must be a number of seconds above 0 and up to {MAX_TIMEOUT_S:g}, got {body.timeout_s:g}",
+            param="timeout_s",
+        )
+    for name, tier in (("tier", body.tier), ("from", body.source)):
+        if len(tier) > 256:
+            raise InvalidRequest(f"{name}: no tier has a name of {len(tier)} characters", param=name)
+    if action == "move":
+        _check_move(body)
+    elif body.source or body.copy:
+        name = "from" if body.source else "copy"
+        raise InvalidRequest(f"{name} is for move, got it for {action}", param=name)
+
+
+def _check_move(body: CacheBody) -> None:
+    ways = {
+        "from": (body.source, "what engines' own blocks hold is in the tiers below them already"),
+        "tier": (body.tier, f"prefetch with tier {POOL!r} brings values there"),
+    }
+    for name, (tier, hint) in ways.items():
+        if not tier:
+            raise InvalidRequest(f"move: {name}: a tier was expected, such as '{HOST}', got none", param=name)
+        if tier == POOL:
+            raise InvalidRequest(
+                f"move: {name}: a tier below the engines' own blocks was expected, got {POOL!r}: {hint}", param=name
+            )
+    if body.source == body.tier:
+        raise InvalidRequest(
+            f"move: from and tier: two tiers were expected, got {clip(body.tier)!r} twice", param="tier"
+        )
+
+
+def _tokens_of(body: CacheBody, model: ServedModel) -> list[int] | None:
+    """Of the prompt as a request's would be; None: none is given."""
+    if body.messages is not None:
+        chat = TokenizeChatBody(
+            messages=body.messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=body.add_special_tokens,
+        )
+        return read_conversation(chat, model, _is_never_cancelled).token_ids
+    if body.prompt is not None:
+        adds = body.add_special_tokens is not False
+        tokens = encode(body.prompt, model, "prompt", _is_never_cancelled, add_special_tokens=adds)
+        check_length(len(tokens), None, model, "prompt")
+        return tokens
+    if body.tokens is not None:
+        check_length(len(body.tokens), None, model, "tokens")
+        model.check_token_ids(body.tokens, "tokens")
+    return body.tokens
+
+
+def _is_never_cancelled() -> bool:
+    return False
+
+
+def _parse_keys(texts: Sequence[str]) -> list[bytes]:
+    keys = []
+    for index, text in enumerate(texts):
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            key = b""
+        if not 1 <= len(key) <= 64:
+            raise InvalidRequest(
+                f"keys[{index}]: a block key in hexadecimal was expected, got {clip(text)!r}", param=f"keys[{index}]"
+            )
+        keys.append(key)
+    if not keys:
+        raise InvalidRequest("keys must not be empty", param="keys")
+    return keys
+
+
+def _choose(fleet: Fleet, name: str | None) -> list[EngineState]:
+    """The engines that are to be asked: all that are ready, or this one."""
+    if name is None:
+        ready = [engine for engine in fleet.engines.values() if engine.life == "ready"]
+        if not ready:
+            raise EngineUnavailable("no engine is ready")
+        return ready
+    if name not in fleet.engines:
+        known = did_you_mean(name, fleet.engines) or f"; known: {', '.join(fleet.engines)}"
+        raise InvalidRequest(f"there is no engine {clip(name)!r}{known}", param="engine", status=404)
+    if fleet.engines[name].life != "ready":
+        raise EngineUnavailable(f"{name} {fleet.engines[name].condition}")
+    return [fleet.engines[name]]
+
+
+def _one_of(engines: Sequence[EngineState], keys: Sequence[bytes]) -> list[EngineState]:
+    """One that runs prompts: all read what it brings. Which one, the prompt says, so that many spread."""
+    able = [engine for engine in engines if engine.role in ("prefill", "any")] or engines
+    return [able[int.from_bytes(keys[-1][:4]) % len(able)]]
+
+
+def _check_answers(order: CacheOrder, answers: Mapping[str, CacheAnswer]) -> None:
+    """Raises what `CachePages.answer` says, where nobody did anything."""
+    tiers = [(name, tier) for name, answer in answers.items() for tier in answer.tiers]
+    if not tiers:
+        raise _no_tier(order, dict.fromkeys(tier for answer in answers.values() for tier in answer.known))
+    if any(not tier.code for _, tier in tiers):
+        return
+    name, first = tiers[0]
+    text = f"{' of '.join(part for part in (first.tier, name) if part)}: {first.problem}"
+    codes = {tier.code for _, tier in tiers}
+    if StoreFull.code in codes:
+        raise InvalidRequest(text, status=409)
+    if codes == {StoreUnable.code}:
+        raise InvalidRequest(text, param="tier")
+    if codes == {LateTier.code}:
+        raise RequestTimeout(text, request_id="")
+    raise RequestFailed(text, request_id="")
+
+
+def _no_tier(order: CacheOrder, known: Collection[str]) -> InvalidRequest:
+    """Why none is what an order is about."""
+    for param, name in (("from", order.source), ("tier", order.tier)):
+        if name and not any(names_tier(name, tier) for tier in known):
+            text = f"no engine has a tier {clip(name)!r}; known: {', '.join(known)}"
+            return InvalidRequest(text, param=param, status=404)
+    if order.action == "move":
+        text = (
+            f"move: from and tier: two tiers of one store were expected, got {clip(order.source)!r} and "
+            f"{clip(order.tier)!r}; known: {', '.join(known)}"
+        )
+        return InvalidRequest(text, param="tier")
+    return InvalidRequest(f"{order.action}: there is no tier below the engines' own pools", param="tier")
+
+
+def _describe(engine: EngineState, answer: CacheAnswer) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": engine.name, "role": engine.role, "tiers": []}
+    for tier in answer.tiers:
+        if tier.tier:
+            told["tiers"].append(_describe_tier(tier))
+        else:
+            told["error"] = {"code": tier.code, "message": tier.problem}
+    return told
+
+
+def _describe_tier(tier: TierAnswer) -> dict[str, Any]:
+    if tier.code:
+        return {"tier": tier.tier, "error": {"code": tier.code, "message": tier.problem}}
+    return {"tier": tier.tier, "tokens": tier.num_tokens, "values": tier.num_values}

@@ -1,0 +1,145 @@
+"""The OpenAPI description of the router, made from the types that bodies are decoded to and replies are built as."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdkv import __version__
+from pdkv.router.http.answer import reply_types as reply
+from pdkv.router.http.pages.tokenize import DetokenizeReply, TokenizeReply
+from pdkv.router.http.read.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from pdkv.router.http.responses_api import reply_types as responses_reply
+from pdkv.router.http.responses_api.protocol import ResponsesBody
+
+Struct = type[msgspec.Struct]
+
+_JSON = "application/json"
+_ERRORS = {
+    "400": "a field, the JSON or the length is invalid; `param` names the field",
+    "401": "no API key, or one that is not known, where the server has keys",
+    "404": "another model",
+    "408": "the body did not arrive in time",
+    "413": "a body of more than --max-body-bytes",
+    "415": "another content type than application/json",
+    "429": "the queue is full, or a key's limit is reached; with retry-after",
+    "500": "the request failed in an engine",
+    "503": "no engine, too much is in progress, or the server is stopping; with retry-after",
+    "504": "the deadline passed",
+}
+
+
+class Operation(NamedTuple):
+    """One endpoint."""
+
+    method: str
+    path: str
+    summary: str
+    bodies: Sequence[Struct] = ()  # of one of these types
+    reply: Struct | None = None  # None: a text
+    events: Sequence[Struct] = ()  # of a stream, each of one of these types
+    errors: Sequence[str] = ()
+    tag: str = "server"
+
+
+_OF_BODIES = ("400", "401", "404", "408", "413", "415", "503")
+
+
+def _generates(path: str, summary: str, body: Struct, whole: Struct, *events: Struct) -> Operation:
+    return Operation("post", path, summary, [body], whole, events, tuple(_ERRORS), "generation")
+
+
+def _of_tokens(path: str, summary: str, whole: Struct, *bodies: Struct) -> Operation:
+    return Operation("post", path, summary, bodies, whole, errors=_OF_BODIES, tag="tokens")
+
+
+_RESPONSE = responses_reply.Response, *responses_reply.EVENTS
+OPERATIONS = (
+    _generates("/v1/completions", "Complete prompts", CompletionBody, reply.Completion, reply.Completion),
+    _generates(
+        "/v1/chat/completions", "Answer a conversation", ChatBody, reply.ChatCompletion, reply.ChatCompletionChunk
+    ),
+    _generates("/v1/responses", "Answer a conversation of items; nothing is kept", ResponsesBody, *_RESPONSE),
+    _of_tokens("/tokenize", "Tokens of a text or of a conversation", TokenizeReply, TokenizeTextBody, TokenizeChatBody),
+    _of_tokens("/detokenize", "The text of tokens", DetokenizeReply, DetokenizeBody),
+    Operation("get", "/v1/models", "The served model", reply=reply.ModelList, errors=("401",), tag="models"),
+    Operation("get", "/v1/models/{name}", "One model", reply=reply.ModelCard, errors=("401", "404"), tag="models"),
+    Operation("get", "/health", "Whether requests can be served", reply=reply.Health, errors=("503",)),
+    Operation("get", "/ping", "As /health", reply=reply.Health, errors=("503",)),
+    Operation("post", "/ping", "As /health", reply=reply.Health, errors=("503",)),
+    Operation("get", "/version", "Of pdkv", reply=reply.Version),
+    Operation("get", "/load", "How many requests generate now", reply=reply.ServerLoad),
+    Operation("get", "/metrics", "Prometheus"),
+    Operation("get", "/topology", "Engines, their load and their KV blocks"),
+)
+"""What the description holds. Administration has a page of its own."""
+
+
+@functools.cache
+def openapi() -> dict[str, Any]:
+    """The description, as OpenAPI 3.1; not to be changed."""
+    types = {kind for operation in OPERATIONS for kind in _types(operation)} | {reply.ErrorReply}
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    refs = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, refs)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "pdkv",
+            "version": __version__,
+            "description": "Disaggregated prefill/decode serving behind OpenAI's API with vLLM's extras.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "--api-key-file"}},
+        },
+    }
+
+
+@functools.cache
+def encoded_openapi() -> bytes:
+    """The same as JSON."""
+    return msgspec.json.encode(openapi())
+
+
+def _types(operation: Operation) -> list[Struct]:
+    replies = [] if operation.reply is None else [operation.reply]
+    return [*operation.bodies, *replies, *operation.events]
+
+
+def _one_of(kinds: Sequence[Struct], refs: dict[Struct, dict[str, Any]]) -> dict[str, Any]:
+    schemas = [refs[kind] for kind in kinds]
+    return schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+
+
+def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if operation.reply is not None:
+        content = {_JSON: {"schema": refs[operation.reply]}}
+    elif operation.path == "/topology":
+        content = {_JSON: {"schema": {"type": "object"}}}
+    if operation.events:
+        content["text/event-stream"] = {"schema": _one_of(operation.events, refs)}
+    failed = {_JSON: {"schema": refs[reply.ErrorReply]}}
+    described: dict[str, Any] = {
+        "operationId": operation.method + operation.path.replace("/", "_").replace("{", "").replace("}", ""),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": {
+            "200": {"description": "OK", "content": content},
+            **{status: {"description": _ERRORS[status], "content": failed} for status in operation.errors},
+        },
+    }
+    if "401" in operation.errors:
+        described["security"] = [{"key": []}, {}]  # a server without keys asks for none
+    if operation.bodies:
+        schema = _one_of(operation.bodies, refs)
+        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+    if "{name}" in operation.path:
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return described

@@ -1,0 +1,128 @@
+"""POST /tokenize and /detokenize in vLLM's shapes, with the bounds that prompts have."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdkv.config import HttpApi, HttpLimits
+from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.admission.tenants import TENANT
+from pdkv.router.http.read.chat import read_conversation
+from pdkv.router.http.read.decoding import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT, has_field
+from pdkv.router.http.read.intake import Intake
+from pdkv.router.http.read.prompts import encode
+from pdkv.router.http.read.served_model import Cancelled, ServedModel
+from pdkv.router.http.server.deadline import Deadline
+from pdkv.router.http.server.errors import describe_error
+from pdkv.router.http.server.request_body import Disconnected
+
+T = TypeVar("T")
+
+
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None  # as the vocabulary writes them
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of tokens, special ones included."""
+
+    prompt: str
+
+
+Answer = Callable[[bytes | bytearray, ServedModel, HttpApi, Cancelled], msgspec.Struct]
+
+
+def tokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelled: Cancelled) -> TokenizeReply:
+    """Raises InvalidRequest: malformed, or longer than a prompt may be; RequestAborted: it was cancelled meanwhile."""
+    if has_field(body, "messages"):
+        chat = TOKENIZE_CHAT.decode(body, ignore_unknown=api.ignores_unknown)
+        model.check_name(chat.model)
+        token_ids, shows = read_conversation(chat, model, cancelled).token_ids, chat.return_token_strs
+    else:
+        text = TOKENIZE_TEXT.decode(body, ignore_unknown=api.ignores_unknown)
+        model.check_name(text.model)
+        add_special_tokens = text.add_special_tokens is not False
+        token_ids = encode(text.prompt, model, "prompt", cancelled, add_special_tokens=add_special_tokens)
+        shows = text.return_token_strs
+    return TokenizeReply(
+        count=len(token_ids),
+        max_model_len=model.max_model_len,
+        tokens=token_ids,
+        token_strs=[model.tokenizer.token(i) for i in token_ids] if shows else None,
+    )
+
+
+def detokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelled: Cancelled) -> DetokenizeReply:
+    """Raises InvalidRequest: malformed, too many tokens, or one outside the vocabulary."""
+    request = DETOKENIZE.decode(body, ignore_unknown=api.ignores_unknown)
+    model.check_name(request.model)
+    if len(request.tokens) > model.max_model_len:
+        raise InvalidRequest(
+            f"tokens must have at most as many entries as the model's length ({model.max_model_len}), "
+            f"got {len(request.tokens)}",
+            param="tokens",
+        )
+    model.check_token_ids(request.tokens, "tokens")
+    return DetokenizeReply(prompt=model.tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+
+class TextEndpoint:
+    """An endpoint that the router answers by itself, without an engine; it is a request of its key while it runs."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        admission: Admission,
+        model: Callable[[], ServedModel],
+        intake: Intake,
+        limits: HttpLimits,
+        api: HttpApi,
+    ) -> None:
+        self._answer = answer
+        self._admission = admission
+        self._model = model
+        self._intake = intake
+        self._timeout_s = limits.body_timeout_s
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        model, headers, body_is_here = self._model(), {}, False
+
+        def work(body: bytes | bytearray, cancelled: Cancelled) -> bytes:
+            return msgspec.json.encode(self._answer(body, model, self._api, cancelled))
+
+        def on_body() -> None:
+            nonlocal body_is_here
+            body_is_here = True
+
+        with contextlib.ExitStack() as stay:
+            try:
+                stay.enter_context(self._admission.arrive(scope.get(TENANT, self._admission.anonymous)))
+                data, gone = await self._intake.read(
+                    scope, receive, work, Deadline(self._timeout_s), request_id="", on_body=on_body
+                )
+                gone.cancel()
+                status = 200
+            except Disconnected:
+                return
+            except PdkvError as error:
+                status, reply = describe_error(error)
+                data = msgspec.json.encode(reply)
+                if status in (429, 503):
+                    headers["retry-after"] = str(math.ceil(getattr(error, "retry_after_s", 1.0)))
+                if not body_is_here:
+                    headers["connection"] = "close"
+            response = Response(data, status_code=status, headers=headers, media_type="application/json")
+            await response(scope, receive, send)

@@ -1,0 +1,103 @@
+"""From a connection to a prepared request: the body within its bounds, decoded and tokenized off the event loop."""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.types import Receive, Scope
+
+from pdkv.config import HttpLimits
+from pdkv.errors import RequestAborted, RequestTimeout
+from pdkv.router.admission.tenants import payer
+from pdkv.router.http.read.served_model import Cancelled
+from pdkv.router.http.read.text_pool import INLINE_BYTES, TextPool
+from pdkv.router.http.server.budget import ByteBudget
+from pdkv.router.http.server.deadline import Deadline
+from pdkv.router.http.server.request_body import BodyReader, Disconnected
+
+T = TypeVar("T")
+
+_INLINE_S = 0.005
+"""What a small body may take of the event loop; a schema of 2,000 bytes can take a hundred times as long."""
+
+
+class Intake:
+    """Where bodies come in; one budget and one pool for all endpoints."""
+
+    def __init__(self, limits: HttpLimits, bodies: ByteBudget, pool: TextPool) -> None:
+        self._limits = limits
+        self._bodies = bodies
+        self._pool = pool
+
+    async def read(
+        self,
+        scope: Scope,
+        receive: Receive,
+        prepare: Callable[[bytes | bytearray, Cancelled], T],
+        deadline: Deadline,
+        *,
+        request_id: str,
+        on_body: Callable[[], None],
+    ) -> tuple[T, "asyncio.Task[None]"]:
+        """What `prepare` makes of the body, and the task that ends when the client goes away.
+
+        The body is dropped on return. `on_body` is called when it is complete.
+
+        Raises:
+            InvalidRequest: the body is too large, or came too slowly; or what `prepare` raises.
+            RequestTimeout: the deadline has passed.
+            ServerBusy: there was no room for it in time.
+            Disconnected: the client is gone.
+        """
+        key = payer(scope)
+        with BodyReader(scope, receive, self._bodies, self._limits, deadline, request_id=request_id, key=key) as reader:
+            body = await reader.read()
+            on_body()
+            gone = asyncio.create_task(_wait_until_gone(receive))
+            try:
+                if len(body) <= INLINE_BYTES and (done := _prepare_inline(body, prepare)) is not None:
+                    return done, gone
+                return await self._prepare_on_thread(body, prepare, gone, deadline, request_id, key), gone
+            except BaseException:
+                gone.cancel()
+                raise
+
+    async def _prepare_on_thread(
+        self,
+        body: bytes | bytearray,
+        prepare: Callable[[bytes | bytearray, Cancelled], T],
+        gone: "asyncio.Task[None]",
+        deadline: Deadline,
+        request_id: str,
+        key: str,
+    ) -> T:
+        """Given up when the client goes away or its deadline passes."""
+        work = asyncio.ensure_future(self._pool.run(len(body), functools.partial(prepare, body), key))
+        try:
+            await asyncio.wait({work, gone}, timeout=deadline.left_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if gone.done():
+                raise Disconnected
+            text = f"the prompt was not tokenized within the request's {deadline.timeout_s:g} s"
+            raise RequestTimeout(text, request_id=request_id)
+        finally:
+            work.cancel()
+            del work  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
+
+
+def _prepare_inline(body: bytes | bytearray, prepare: Callable[[bytes | bytearray, Cancelled], T]) -> T | None:
+    """None: it takes too long for the event loop."""
+    end = time.thread_time() + _INLINE_S
+    try:
+        return prepare(body, lambda: time.thread_time() > end)
+    except RequestAborted:
+        return None
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    """Returns when the client has gone away; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,62 @@
+"""The model that a router serves, and what every kind of request is checked against."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pdkv.base.limits import clip
+from pdkv.errors import InvalidRequest
+from pdkv.parsers.reasoning import ReasoningParser
+from pdkv.parsers.tool_parser import ToolParser
+from pdkv.text import Tokenizer
+
+Cancelled = Callable[[], bool]
+"""Whether nobody waits for the result any more; asked between two prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int  # tokens, prompt and output together
+    sampling_defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of SamplingParams, where a request says nothing
+    tool_parser: type[ToolParser] | None = None
+    reasoning_parser: type[ReasoningParser] | None = None
+    logits_processors: tuple[str, ...] = ()  # names that requests may say
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """No text with more characters can fit into the model's length."""
+        return self.max_model_len * self.tokenizer.max_token_chars
+
+    def with_max_model_len(self, max_model_len: int) -> "ServedModel":
+        """The same model with another length."""
+        return replace(self, max_model_len=max_model_len)
+
+    def check_name(self, name: str | None) -> None:
+        """Raises InvalidRequest (404) for another model's name; no name means this model."""
+        if name is not None and name != self.name:
+            raise unknown_model(name, self)
+
+    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises InvalidRequest for an id outside the vocabulary."""
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
+            raise InvalidRequest(
+                f"{param}: token id {wrong} is not in the vocabulary of {self.vocab_size}", param=param
+            )
+
+
+def unknown_model(name: str, model: ServedModel) -> InvalidRequest:
+    """HTTP 404."""
+    error = InvalidRequest(
+        f"the model {clip(name)!r} does not exist; this server has {model.name!r}", param="model", status=404
+    )
+    error.code = "model_not_found"
+    return error

@@ -1,0 +1,77 @@
+"""Which shape a request asks of its answers' text, by one of several fields: OpenAI's, vLLM's and vLLM's older ones."""
+
+import msgspec
+
+from pdkv.errors import InvalidRequest
+from pdkv.parsers.answer_grammar import AskedShape
+from pdkv.router.http.read.bodies import ChatBody, CompletionBody, ResponseFormat, ShapeBody
+from pdkv.sampling.shape import ASKED_AS, StructuredOutputs
+
+_GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+
+
+def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
+    """The shape that is asked for; None: the text is free. What is in a schema is not looked at.
+
+    Raises:
+        InvalidRequest: two fields ask for one, or one asks for none, for several, or without what it needs.
+    """
+    asked = []
+    if body.response_format is not None and body.response_format.type != "text":
+        asked.append("response_format")
+    if body.structured_outputs is not None:
+        asked.append("structured_outputs")
+    asked += [name for name in _GUIDED if getattr(body, name) is not None]
+    if len(asked) > 1:
+        raise InvalidRequest(
+            f"{asked[0]} and {asked[1]} both give the answer a shape: one of them at most", param=asked[1]
+        )
+    if body.response_format is not None:
+        _check_fields(body.response_format)
+    if not asked:
+        return None
+    if asked == ["response_format"]:
+        assert body.response_format is not None
+        return _of_response_format(body.response_format)
+    if asked == ["structured_outputs"]:
+        assert body.structured_outputs is not None
+        return _of_structured_outputs(body.structured_outputs)
+    [name] = asked
+    return AskedShape(msgspec.convert({_GUIDED[name]: getattr(body, name)}, StructuredOutputs), name)
+
+
+def _check_fields(given: ResponseFormat) -> None:
+    """Each of its fields belongs to one type."""
+    fields = ("json_schema", "format", "structures", "triggers")
+    own = {"json_schema": fields[:1], "structural_tag": fields[1:]}.get(given.type, ())
+    for name in fields:
+        if getattr(given, name) is not None and name not in own:
+            needed = "json_schema" if name == "json_schema" else "structural_tag"
+            raise InvalidRequest(
+                f"response_format.{name} needs response_format.type {needed!r}, got {given.type!r}",
+                param=f"response_format.{name}",
+            )
+
+
+def _of_response_format(given: ResponseFormat) -> AskedShape:
+    if given.type == "json_object":
+        return AskedShape(StructuredOutputs(json_object=True), "response_format")
+    if given.type == "structural_tag":
+        tag = {
+            name: value
+            for name in ("type", "format", "structures", "triggers")
+            if (value := getattr(given, name)) is not None
+        }
+        return AskedShape(StructuredOutputs(structural_tag=tag), "response_format")
+    if given.json_schema is None or given.json_schema.schema is None:
+        missing = "response_format.json_schema" + ("" if given.json_schema is None else ".schema")
+        raise InvalidRequest(f"{missing} is required with response_format.type 'json_schema'", param=missing)
+    return AskedShape(StructuredOutputs(json=given.json_schema.schema), "response_format.json_schema.schema")
+
+
+def _of_structured_outputs(given: ShapeBody) -> AskedShape:
+    outputs = msgspec.convert({name: getattr(given, name) for name in ASKED_AS}, StructuredOutputs)
+    try:
+        return AskedShape(outputs, f"structured_outputs.{outputs.asked_as}")
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param="structured_outputs") from None

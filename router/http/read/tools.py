@@ -1,0 +1,98 @@
+"""What a chat request says about tools and thoughts: which tools answers may call, and how answers are read."""
+
+from collections.abc import Sequence
+
+from pdkv.base.limits import clip
+from pdkv.errors import InvalidRequest
+from pdkv.parsers.answer import AnswerFormat
+from pdkv.parsers.answer_grammar import Calls
+from pdkv.parsers.reasoning import Thinking
+from pdkv.parsers.registry import TOOL_PARSERS
+from pdkv.parsers.tools import Tool, find_tool, read_tools
+from pdkv.router.http.read.bodies import ChatBody, NamedToolChoice
+from pdkv.router.http.read.prompts import Prompt
+from pdkv.router.http.read.served_model import ServedModel
+
+
+def check_tools(body: ChatBody, model: ServedModel) -> list[Tool]:
+    """The tools that answers may call; none where calls are not read.
+
+    Raises:
+        InvalidRequest: a tool that is no function, a choice that is none of them, or no way to read calls.
+    """
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest(f"tool_choice {_named(choice)!r} needs tools", param="tool_choice")
+        return []
+    if choice == "none":
+        return []
+    tools = read_tools(body.tools)
+    if isinstance(choice, NamedToolChoice):
+        find_tool(tools, choice.function.name)
+    if model.tool_parser is None:
+        known = ", ".join(TOOL_PARSERS.shipped)
+        raise InvalidRequest(
+            f"tools with tool_choice {_named(choice)!r} need a tool parser, and the server has none: its model's chat "
+            f"template is of no family that it knows. Start it with --tool-parser NAME (one of {known}), or send "
+            "tool_choice 'none'",
+            param="tools",
+        )
+    return tools
+
+
+def call_rules(body: ChatBody, tools: Sequence[Tool], model: ServedModel) -> Calls | None:
+    """Which calls an answer may hold, or has to; None: there are no tools."""
+    if not tools or model.tool_parser is None:
+        return None
+    choice = body.tool_choice
+    return Calls.chosen(
+        model.tool_parser,
+        tools,
+        required=choice == "required",
+        named=choice.function.name if isinstance(choice, NamedToolChoice) else None,
+        parallel=body.parallel_tool_calls is not False,
+    )
+
+
+def answer_format(body: ChatBody, prompt: Prompt, tools: list[Tool], model: ServedModel) -> AnswerFormat | None:
+    """How the answers are read; None: all of them is text.
+
+    Raises:
+        InvalidRequest: thoughts shall be left out, and no parser finds them.
+    """
+    if body.include_reasoning is False and model.reasoning_parser is None:
+        raise InvalidRequest(
+            "include_reasoning: false needs a server with --reasoning-parser NAME: without one thoughts are not told "
+            "from the answer",
+            param="include_reasoning",
+        )
+    if model.reasoning_parser is None and not tools:
+        return None
+    return AnswerFormat(
+        reasoning_parser=model.reasoning_parser,
+        prompt=_thinking(body, prompt, model),
+        shows_reasoning=body.include_reasoning is not False,
+        tool_parser=model.tool_parser if tools else None,
+        tool_names=frozenset(tool.name for tool in tools),
+        several_calls=body.parallel_tool_calls is not False,
+        named_tool=isinstance(body.tool_choice, NamedToolChoice),
+    )
+
+
+def _thinking(body: ChatBody, prompt: Prompt, model: ServedModel) -> Thinking:
+    """Where the answer begins: as the template ends the prompt, or as the message is that it goes on."""
+    parser = model.reasoning_parser
+    if parser is None:
+        return "closed"
+    if body.continue_final_message:
+        content = body.messages[-1].content
+        return "open" if isinstance(content, str) and parser.thinking_within(content) == "open" else "closed"
+    if body.add_generation_prompt is False:  # the end is a message's, whatever it says
+        return "unsaid"
+    return parser.thinking_of(prompt.text or "")
+
+
+def _named(choice: str | NamedToolChoice | None) -> str:
+    """A tool_choice in words."""
+    return clip(choice.function.name) if isinstance(choice, NamedToolChoice) else choice or "auto"

@@ -1,0 +1,126 @@
+"""A line per request on the logger `pdkv.access`: who, how it ended, where it ran, tokens by source, times.
+
+Requests that generate write their own; for all others there is `AccessLogged`. No line has anything of a prompt, a
+reply, a header other than the client's ids, or a query string.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Awaitable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdkv.base.clock import MONOTONIC
+from pdkv.base.limits import clip
+from pdkv.base.log_fields import LogFields, printable
+from pdkv.router.admission.tenants import TENANT
+
+logger = logging.getLogger("pdkv.access")
+
+CLIENT_GONE = 499
+"""The status of a request whose client left before there was one, as nginx has it."""
+
+QUIET_PATHS = frozenset({"/health", "/metrics", "/ping", "/load"})
+"""What monitors ask for every few seconds: logged only where it fails."""
+
+_MAX_CLIENT = 64
+"""Characters of an address and its port, as shown; an IPv6 address has 45 at most."""
+
+_WRITTEN = "pdkv.access_line_written"
+
+_WORD = re.compile(r"[!#-<>-~]+")  # what stands in a text line as it is: no space, no quote, no "="
+
+
+class AccessLine(LogFields):
+    """One request. A text line begins `METHOD PATH STATUS OUTCOME`, then has NAME=VALUE; None is left out."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, scope: Scope, *, status: int, outcome: str, duration_s: float, **fields: object) -> None:
+        """`fields`: more of them, numbers and short texts, in the order in which they shall stand."""
+        client = scope.get("client")
+        self._fields: dict[str, object] = {
+            "method": scope["method"],
+            "path": clip(scope["path"]),
+            "status": status,
+            "outcome": outcome,
+            "client": clip(f"{client[0]}:{client[1]}", _MAX_CLIENT) if client else None,
+            **fields,
+            "duration_s": round(duration_s, 6),
+        }
+
+    def log_fields(self) -> dict[str, object]:
+        """All that are known."""
+        return {name: value for name, value in self._fields.items() if value is not None}
+
+    def __str__(self) -> str:
+        fields = self._fields
+        method, path, status, outcome, *rest = fields.items()
+        begin = printable(f"{method[1]} {path[1]} {status[1]} {outcome[1]}")
+        return " ".join([begin, *[f"{name}={_shown(value)}" for name, value in rest if value is not None]])
+
+
+def _shown(value: object) -> str:
+    """A value of a text line: as it is, or quoted where that would not be one word."""
+    if isinstance(value, str):
+        return value if _WORD.fullmatch(value) else json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value).lower()
+
+
+def log_access(scope: Scope, line: AccessLine) -> None:
+    """Write the line of this request, if such lines are wanted."""
+    scope[_WRITTEN] = True
+    logger.info("%s", line)
+
+
+def leave_line_to_endpoint(scope: Scope) -> None:
+    """The endpoint writes the line, when the layers around it have returned."""
+    scope[_WRITTEN] = True
+
+
+def wants_access_lines() -> bool:
+    """Whether it is worth making them."""
+    return logger.isEnabledFor(logging.INFO)
+
+
+def key_name(scope: Scope) -> str | None:
+    """Of the API key; None where there is none."""
+    tenant = scope.get(TENANT)
+    return tenant.name if tenant is not None else None
+
+
+class AccessLogged:
+    """ASGI around an application: the lines of requests that have not written their own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not wants_access_lines():
+            await self._app(scope, receive, send)
+            return
+        status = 0
+        began = MONOTONIC.now()
+
+        def watched(message: Message) -> Awaitable[None]:  # no coroutine of its own: it is called for every token
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            return send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            status = status or 500  # what the server will answer
+            raise
+        finally:
+            status = status or CLIENT_GONE
+            if _WRITTEN not in scope and (status >= 400 or scope["path"] not in QUIET_PATHS):
+                outcome = "ok" if status < 400 else "refused" if status < 500 else "failed"
+                duration_s = MONOTONIC.now() - began
+                fields: dict[str, Any] = {"key": key_name(scope)}
+                log_access(scope, AccessLine(scope, status=status, outcome=outcome, duration_s=duration_s, **fields))

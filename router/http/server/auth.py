@@ -1,0 +1,86 @@
+"""Who may ask for what: an API key for every path that is not open to all, an admin's for some."""
+
+import re
+from collections.abc import Collection
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdkv.base.limits import clip
+from pdkv.errors import InvalidRequest, PdkvError, Unauthorized
+from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.tenants import TENANT
+from pdkv.router.http.server.errors import describe_error
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/docs", "/openapi.json"})
+"""What needs no key. Whatever is not named here does."""
+
+OBSERVED_PATHS = frozenset({"/metrics", "/topology"})
+"""What needs none either, unless --protect-metrics is given: then an admin's."""
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+class PlainPaths:
+    """ASGI middleware: 404 for a path with a control character, before anybody compares it.
+
+    Routes are regular expressions, whose `$` also matches before a line end: `/metrics%0A` would be served as
+    `/metrics`, and is no path that `Authenticate` knows.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _CONTROL.search(scope["path"]):
+            text = f"{clip(ascii(scope['path']))}: a path has no control characters"
+            await _refuse(InvalidRequest(text, status=404), send)
+            return
+        await self._app(scope, receive, send)
+
+
+class Authenticate:
+    """ASGI middleware: puts the tenant into the scope, or answers 401 or 403 before a body is read."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, *, protect_metrics: bool) -> None:
+        self._app = app
+        self._keys = keys
+        self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS | OBSERVED_PATHS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope["path"], self._open):
+            try:
+                tenant = self._keys.authenticate(Headers(scope=scope).get("authorization"))
+                if _needs_admin(scope["path"]) and not tenant.grant.admin:
+                    raise Unauthorized(
+                        f"the key {tenant.name!r} is no admin's (admin = true in the key file)", status=403
+                    )
+            except Unauthorized as error:
+                await _refuse(error, send)
+                return
+            scope[TENANT] = tenant
+        await self._app(scope, receive, send)
+
+
+def _is_open(path: str, open_paths: Collection[str]) -> bool:
+    return path in open_paths or path.startswith("/docs/")
+
+
+def _needs_admin(path: str) -> bool:
+    return path == "/admin" or path.startswith("/admin/") or path in OBSERVED_PATHS
+
+
+async def _refuse(error: PdkvError, send: Send) -> None:
+    status, body = describe_error(error)
+    data = msgspec.json.encode(body)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(data)),
+        (b"connection", b"close"),  # the body was not read
+    ]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})

@@ -1,0 +1,126 @@
+"""The certificate of the HTTP server: checked before anything starts, and read again while it runs."""
+
+import logging
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from pdkv.base.clock import unix_time
+from pdkv.base.log_limit import LogLimit
+from pdkv.config import TlsConfig
+from pdkv.errors import ConfigError
+from pdkv.router.http.server.certificate_dates import certificate_dates
+
+SOON = timedelta(days=14)
+"""A certificate that has less than that left is warned of."""
+
+_MAX_FILE_BYTES = 4 << 20
+_VERIFY = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+
+logger = logging.getLogger(__name__)
+
+
+class Tls:
+    """The certificate and what clients must show, as the files had them last."""
+
+    def __init__(self, config: TlsConfig) -> None:
+        """Raises ConfigError for files that a server cannot use."""
+        self._config = config
+        self._failures = LogLimit()
+        self.context = load_context(config)  # of handshakes that begin from now on
+        _warn_of_dates(config)
+
+    def reload(self) -> None:
+        """Read the files again. What is wrong with them is logged, and the certificate of before stays.
+
+        Connections go on as they are.
+        """
+        try:
+            self.context = load_context(self._config)
+        except ConfigError as error:
+            logger.error("the certificate stays as it is: %s", error)
+            return
+        logger.info("the certificate of %s is in force", self._config.ssl_certfile)
+        _warn_of_dates(self._config)
+
+    def failed(self, client: object, error: OSError) -> None:
+        """A handshake was none. Who only connects, such as a port scanner, is not worth a line."""
+        if isinstance(error, ssl.SSLError) and self._failures.passes():
+            logger.info("no TLS handshake with %s: %s", client, error)
+
+
+def load_context(config: TlsConfig) -> ssl.SSLContext:
+    """What the files say, as a server needs it: TLS 1.2 or later.
+
+    Raises:
+        ConfigError: a file that cannot be read, holds something else, or does not belong to the others; the message
+            names it, its option and what was expected.
+    """
+    certificate, key, authorities = config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs
+    assert certificate is not None
+    _check_pem("--ssl-certfile", certificate, b"CERTIFICATE-----", "a certificate")
+    _check_pem("--ssl-keyfile", key or certificate, b"PRIVATE KEY-----", "a private key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+
+    def refuse_password() -> NoReturn:
+        raise ConfigError(
+            f"--ssl-keyfile: the private key in {key or certificate} is encrypted, and nobody could type its password: "
+            "give one that is not (`openssl pkey`), readable by you alone"
+        )
+
+    try:
+        context.load_cert_chain(certificate, key, password=refuse_password)
+    except OSError as error:
+        files = f"{certificate} and {key}" if key is not None else f"{certificate}"
+        if _reason(error) == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"--ssl-certfile: the certificate and the private key of {files} do not match") from None
+        raise ConfigError(f"--ssl-certfile: {files} cannot be used: {_reason(error)}") from None
+    if authorities is not None:
+        _check_pem("--ssl-ca-certs", authorities, b"CERTIFICATE-----", "a certificate")
+        try:
+            context.load_verify_locations(authorities)
+        except OSError as error:
+            raise ConfigError(f"--ssl-ca-certs: {authorities} cannot be used: {_reason(error)}") from None
+    context.verify_mode = _VERIFY[config.client_certificates]
+    return context
+
+
+def _warn_of_dates(config: TlsConfig) -> None:
+    assert config.ssl_certfile is not None
+    if text := date_problem(config.ssl_certfile, datetime.fromtimestamp(unix_time(), UTC)):
+        logger.warning("--ssl-certfile: %s", text)
+
+
+def date_problem(path: Path, now: datetime) -> str:
+    """Why clients refuse the certificate for its dates, or soon will; empty: they do not. It is served all the same."""
+    try:
+        begins, ends = certificate_dates(path)
+    except (OSError, ValueError) as error:
+        return f"until when {path} holds cannot be read: {error}"
+    if now < begins:
+        return f"the certificate of {path} holds only from {begins} on: clients refuse it until then"
+    if now >= ends:
+        return f"the certificate of {path} expired on {ends}: clients refuse it"
+    if ends - now < SOON:
+        return f"the certificate of {path} expires on {ends}: renew it, and send SIGHUP"
+    return ""
+
+
+def _reason(error: OSError) -> str:
+    """OpenSSL's word for what is wrong, or the system's where a file has just gone."""
+    return (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or str(error)
+
+
+def _check_pem(flag: str, path: Path, sign: bytes, what: str) -> None:
+    """Raise ConfigError where `path` cannot be read or has no `sign`: OpenSSL does not say which file it is about."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
+    if sign not in data:
+        raise ConfigError(f"{flag}: {path} holds no PEM block of {what}")

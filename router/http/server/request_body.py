@@ -1,0 +1,183 @@
+"""The body of a request: received within its bounds of size, time and memory."""
+
+import asyncio
+from types import TracebackType
+from typing import cast
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from pdkv.base.limits import clip
+from pdkv.config import HttpLimits
+from pdkv.errors import InvalidRequest, RequestTimeout, ServerBusy
+from pdkv.router.http.server.budget import SMALL_BYTES, ByteBudget, Held
+from pdkv.router.http.server.deadline import Deadline
+from pdkv.router.http.server.paused_body import PAUSE_BODY, PauseBody
+
+_AHEAD_BYTES = 256 * 1024
+"""What the server may read at once. Once a client has sent something, room for as much again is held before more is
+read of it, up to this: so it need not wait with much in hand, and who sends nothing holds nothing."""
+
+_GRACE_S = 5.0
+"""For so long a client may send nothing although its body is the one that may exceed the bound, and others wait."""
+
+_CHECK_S = 1.0
+
+
+class Disconnected(Exception):
+    """The client is gone: nobody is left to be told anything."""
+
+
+class BodyReader:
+    """Receives one body, which holds its bytes of the budget until the reader is closed. A context manager."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        budget: ByteBudget,
+        limits: HttpLimits,
+        deadline: Deadline,
+        request_id: str,
+        key: str = "",
+    ) -> None:
+        """`key`: whose share of the budget it takes."""
+        self._headers = Headers(scope=scope)
+        self._receive = receive
+        self._pause: PauseBody | None = scope.pop(PAUSE_BODY, None)
+        self._budget = budget
+        self._limits = limits
+        self._deadline = deadline
+        self._request_id = request_id
+        self._held = Held(key)
+        self._size = 0  # of what was received
+        self._may_wait_s = limits.body_timeout_s  # for room, all in all
+        self._is_waiting = self._has_left = self._is_slow = False
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def read(self) -> bytes | bytearray:
+        """The whole body, JSON by its content type.
+
+        Raises:
+            InvalidRequest: another content type (415), too many bytes (413), or they came too slowly (408).
+            RequestTimeout: the request's deadline has passed.
+            ServerBusy: there was no room for it in time.
+            Disconnected: the client went away.
+        """
+        content_type = self._headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise InvalidRequest(f"content-type must be application/json, got {clip(content_type)!r}", status=415)
+        announced = self._headers.get("content-length", "0")
+        size = int(announced[:19]) if announced.isdecimal() else 0
+        if size > self._limits.max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(min(self._deadline.left_s, self._limits.body_timeout_s)) as self._timeout:
+                if size > SMALL_BYTES:
+                    self._held.expected = size
+                    await self._hold(1, 0)  # behind others that wait, before any of it is read
+                return await self._receive_all(size)
+        except TimeoutError:
+            raise self._too_late() from None
+        finally:
+            self._stop_watch()
+
+    async def _receive_all(self, announced: int) -> bytes | bytearray:
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            size = self._size = len(body) + len(piece)
+            if size > self._limits.max_body_bytes:
+                raise self._too_large()
+            await self._hold(size, len(piece))
+            if not body and not more:
+                return cast(bytes, piece)  # no second copy of what came at once
+            body += piece
+            del piece, message
+            if not more:
+                return body
+            if size > SMALL_BYTES:
+                ahead = size + min(size, _AHEAD_BYTES)
+                await self._hold(min(ahead, max(announced, size)) if announced else ahead, 0)
+
+    async def _hold(self, size: int, num_unread: int) -> None:
+        """Room for `size` bytes in all; `num_unread` of them are here."""
+        missing = size - self._held.size
+        if missing > 0 and not self._budget.try_take(self._held, missing):
+            await self._wait_for_room(missing, num_unread)
+
+    async def _wait_for_room(self, size: int, num_unread: int) -> None:
+        """Meanwhile nothing is read, and the body's own time stands still."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        left_s = (self._timeout.when() or began) - began
+        self._timeout.reschedule(began + min(self._may_wait_s, self._deadline.left_s))
+        paused = self._pause(self._left) if self._pause is not None else None
+        unread = num_unread + (0 if paused is None else paused.num_bytes)
+        self._turn = asyncio.ensure_future(self._budget.wait(self._held, size, unread=unread))
+        self._is_waiting = True
+        try:
+            await self._turn
+        except asyncio.CancelledError:
+            if self._has_left:
+                raise Disconnected from None
+            raise
+        finally:
+            if paused is not None:
+                paused.end()
+        now = loop.time()
+        self._is_waiting = False
+        self._may_wait_s -= now - began
+        self._timeout.reschedule(now + min(left_s, self._deadline.left_s))
+        if self._held.is_exempt:
+            self._exempt_since, self._exempt_size = now, self._size
+            self._watch = loop.call_later(_GRACE_S, self._check_pace)
+
+    def _left(self) -> None:
+        if self._is_waiting:
+            self._has_left = True
+            self._turn.cancel()
+
+    def _check_pace(self) -> None:
+        """Who keeps others waiting must come at the pace that its time-out allows on the average."""
+        if self._timeout.expired():
+            return  # in this turn of the loop: the reader is yet to hear of it
+        loop = asyncio.get_running_loop()
+        pace = self._limits.max_body_bytes / self._limits.body_timeout_s
+        expected = pace * (loop.time() - self._exempt_since - _GRACE_S)
+        if self._budget.num_waiting and self._size - self._exempt_size <= expected:
+            self._is_slow = True
+            self._timeout.reschedule(loop.time())
+        else:
+            self._watch = loop.call_later(_CHECK_S, self._check_pace)
+
+    def _stop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _too_large(self) -> InvalidRequest:
+        limit = self._limits.max_body_bytes
+        return InvalidRequest(f"the body must have at most {limit} bytes (--max-body-bytes)", status=413)
+
+    def _too_late(self) -> RequestTimeout | ServerBusy | InvalidRequest:
+        limit_s, timeout_s = self._limits.body_timeout_s, self._deadline.timeout_s
+        if timeout_s < limit_s or (timeout_s > limit_s and not self._deadline.left_s):
+            what = "there was no room for the body" if self._is_waiting else "the body did not arrive"
+            return RequestTimeout(f"{what} within {timeout_s:g} s", request_id=self._request_id)
+        if self._is_waiting:
+            where = f"{self._budget.what}, {self._budget.limit} bytes of which a client may hold what it leaves free"
+            return ServerBusy(f"there was no room for the body within {limit_s:g} s in {where}: try again")
+        if self._is_slow:
+            return InvalidRequest("the body came too slowly while others waited: send it faster", status=408)
+        return InvalidRequest(f"the body did not arrive within {limit_s:g} s (--body-timeout-s)", status=408)
+
+    def __enter__(self) -> "BodyReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._budget.give(self._held)

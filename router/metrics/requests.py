@@ -1,0 +1,289 @@
+"""Prometheus metrics of one router's requests, under pdkv's names and, where the meaning is the same, under vLLM's.
+
+`engines.py` has those of its engines; `docs/observability.md` has the table.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+
+from pdkv.base.clock import MONOTONIC
+from pdkv.router.generations.timeline import PHASE_S, SHORT_S
+from pdkv.router.histogram import Histogram, bounds
+from pdkv.router.metrics.engines import engine_metrics
+from pdkv.router.metrics.exposition import Exposed, Scraped, counter, counters, families, gauge, totals
+from pdkv.router.metrics.instruments import NO_INSTRUMENTS, Instruments
+
+if TYPE_CHECKING:
+    from pdkv.router.admission.admission_queue import Admission
+    from pdkv.router.generations.dispatch import Dispatcher
+
+Endpoint = Literal["completions", "chat_completions", "responses"]
+
+MAX_OUTCOMES = 64
+"""Different ends of requests that are counted apart: an engine may name any error."""
+
+_TURN_BYTES = 8 * 1024
+"""Of the exposition text; so many take half a millisecond."""
+
+_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+_FIRST_TOKEN_S = bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
+_INTER_TOKEN_S = bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
+_N = (1.0, 2.0, 5.0, 10.0, 20.0)
+_TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+# vLLM's bounds (vllm/v1/metrics/buckets.py), so that its dashboards show ours.
+
+_FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
+class Metrics:
+    """What one router counts. Labels come from fixed sets and names of engines, never from clients."""
+
+    def __init__(
+        self,
+        dispatcher: "Dispatcher",
+        model_name: str = "",
+        instruments: Instruments = NO_INSTRUMENTS,
+        admission: "Admission | None" = None,
+    ) -> None:
+        """`model_name`: as it is served; a label of vLLM's metrics."""
+        self._admission = admission
+        self.queue_wait = Histogram(SHORT_S)
+        if admission is not None:
+            admission.observe_wait = self.queue_wait.observe
+        self._dispatcher = dispatcher
+        self._instruments = instruments
+        self._labels = {"model_name": model_name, "engine": "router"}
+        self.requests: Counter[tuple[str, str]] = Counter()  # by endpoint and outcome
+        self.in_flight = 0
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.finished = Counter(dict.fromkeys(_FINISH_REASONS, 0))  # choices
+        self.first_token = Histogram(_STEPS + _FIRST_TOKEN_S)
+        self.inter_token = Histogram(_STEPS + _INTER_TOKEN_S)
+        self.token_time = Histogram(_INTER_TOKEN_S)
+        self.duration = Histogram(_STEPS + PHASE_S)
+        self.client_stall = Histogram(_STEPS)
+        self.preparing = Histogram(SHORT_S)
+        self.scheduling = Histogram(SHORT_S)
+        self.prompt_size, self.output_size = Histogram(_TOKENS), Histogram(_TOKENS)
+        self.num_choices = Histogram(_N)
+        self._registry = CollectorRegistry()
+        self.register(self.collect)
+        self.register(lambda: engine_metrics(dispatcher, model_name))
+        ProcessCollector(registry=self._registry)
+
+    def register(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Show what this finds, too."""
+        self._registry.register(Scraped(read))
+
+    async def render(self) -> bytes:
+        """The exposition text, version 0.0.4; made family by family, between which others have their turn: with 1,024
+        keys it takes 24 ms.
+        """
+        texts: list[bytes] = []
+        num_since = 0
+        for family in self._registry.collect():
+            text = generate_latest(cast(CollectorRegistry, _Only(family)))
+            texts.append(text)
+            num_since += len(text)
+            if num_since > _TURN_BYTES:
+                await asyncio.sleep(0)
+                num_since = 0
+        return b"".join(texts)
+
+    def collect(self) -> Iterator[Metric]:
+        """All of it, as it is now."""
+        yield from self._requests()
+        yield from self._dispatch()
+        if self._admission is not None:
+            yield from self._queue(self._admission)
+        yield from self._looked_at()
+        yield from families(self._own_histograms())
+        yield from families(self._vllm_histograms())
+
+    def _requests(self) -> Iterator[Metric]:
+        text = "Requests by endpoint and how they ended."
+        yield totals("pdkv_requests", text, ["endpoint", "outcome"], self.requests.items())
+        yield gauge("pdkv_requests_in_flight", "Requests that have not ended.", self.in_flight)
+        prompts, generated = self.prompt_tokens, self.generated_tokens
+        yield counter("pdkv_prompt_tokens", "Prompt tokens of finished requests.", prompts)
+        yield counter("pdkv_cached_prompt_tokens", "Those of them that were not computed.", self.cached_tokens)
+        yield counter("pdkv_generated_tokens", "Output tokens of finished requests.", generated)
+        yield counter("vllm:prompt_tokens", "Number of prefill tokens processed.", prompts, self._labels)
+        yield counter("vllm:generation_tokens", "Number of generation tokens processed.", generated, self._labels)
+        yield counter("vllm:prompt_tokens_cached", "Number of cached prompt tokens.", self.cached_tokens, self._labels)
+        success = "Count of successfully processed requests."
+        yield counters("vllm:request_success", success, "finished_reason", self.finished, self._labels)
+
+    def _dispatch(self) -> Iterator[Metric]:
+        dispatched = self._dispatcher.counters
+        yield counter("pdkv_retries", "Generations begun again elsewhere.", dispatched.retried)
+        yield counter("pdkv_migrations", "Generations gone on elsewhere, mid-stream.", dispatched.migrated)
+        waiting = "Generations that wait for an engine to come back."
+        yield gauge("pdkv_waiting_for_engines", waiting, self._dispatcher.num_parked)
+        yield counter("pdkv_dropped_messages", "Messages about what had ended.", dispatched.dropped_messages)
+        yield counter("pdkv_generations_started", "Choices that were given to engines.", dispatched.started)
+        ended = {"finished": dispatched.finished, "aborted": dispatched.aborted, **dispatched.failed}
+        yield counters("pdkv_generations", "Choices by how they ended.", "outcome", ended)
+        yield counter(
+            "pdkv_duplicate_tokens", "Tokens that two engines computed, shown once.", dispatched.duplicate_tokens
+        )
+        loans = "What other engines were asked to lend of their caches, by how that ended."
+        yield counters("pdkv_kv_loans", loans, "outcome", dispatched.loans)
+        turns = "Choices that a decode engine ran alone, since it had nearly all of the prompt."
+        yield counter("pdkv_local_turns", turns, self._dispatcher.num_local_turns)
+        yield counter("pdkv_kv_load_failures", "KV loads from peers that failed.", dispatched.load_failures)
+
+    def _queue(self, admission: "Admission") -> Iterator[Metric]:
+        yield gauge("pdkv_queue_choices", "Choices that wait in the router for engines.", admission.num_waiting)
+        pending = "Choices of requests that came and have not begun: they wait now, or will."
+        yield gauge("pdkv_queue_pending_choices", pending, admission.num_pending)
+        yield gauge("pdkv_queue_pending_tokens", "Tokens of their prompts.", admission.pending_tokens)
+        yield counter("pdkv_queue_full", "Requests that found the queue full: 429.", admission.num_full)
+        yield gauge("pdkv_draining", "Whether no new requests are taken.", bool(admission.draining))
+        waits = "What those waited that did not begin at once."
+        yield Exposed("pdkv_queue_wait_seconds", waits, self.queue_wait, SHORT_S).family()
+
+    def _looked_at(self) -> Iterator[Metric]:
+        tracer, watchdog = self._instruments
+        if tracer is not None:
+            yield counters("pdkv_spans", "Spans by what became of them.", "outcome", tracer.counts)
+        if watchdog is not None:
+            text = "What held the event loop for longer than allowed."
+            yield totals("pdkv_loop_stalls", text, ["where", "kind"], watchdog.stalls.items())
+            yield gauge("pdkv_loop_longest_stall_seconds", "The longest of them.", watchdog.longest_s)
+            yield Exposed("pdkv_loop_lag_seconds", "How late the event loop was.", watchdog.lag, SHORT_S).family()
+
+    def _own_histograms(self) -> list[Exposed]:
+        delays = self._dispatcher.delays
+        arrivals = "Between two arrivals of one choice's tokens from the engines."
+        stalls = "Tokens that waited for a client that did not read, 50 ms and more."
+        to_engine = "From a request's checked tokens to its first message to an engine."
+        sizes = delays.transfer_bytes
+        return [
+            Exposed("pdkv_time_to_first_token_seconds", "From a request to its first token.", self.first_token, _STEPS),
+            Exposed("pdkv_inter_token_seconds", arrivals, self.inter_token, _STEPS),
+            Exposed("pdkv_client_stall_seconds", stalls, self.client_stall, _STEPS[5:]),
+            Exposed("pdkv_request_seconds", "From a request to its end.", self.duration, _STEPS[1:]),
+            Exposed("pdkv_router_prepare_seconds", "From a request to its checked tokens.", self.preparing, SHORT_S),
+            Exposed("pdkv_router_scheduling_delay_seconds", to_engine, self.scheduling, SHORT_S),
+            Exposed("pdkv_router_balancing_delay_seconds", "The choice of engines alone.", delays.balancing, SHORT_S),
+            Exposed("pdkv_engine_queue_seconds", "A prompt's wait in its engine's queue.", delays.queue, SHORT_S),
+            Exposed("pdkv_kv_transfer_duration_seconds", "A KV load from a peer.", delays.transfer, SHORT_S),
+            Exposed("pdkv_kv_transfer_bytes", "What such a load carried.", sizes, sizes.bounds),
+        ]
+
+    def _vllm_histograms(self) -> list[Exposed]:
+        delays, of = self._dispatcher.delays, "Histogram of "
+        token_time = "time_per_output_token_seconds per request."
+        table: list[tuple[str, str, Histogram, tuple[float, ...]]] = [
+            ("time_to_first_token_seconds", "time to first token in seconds.", self.first_token, _FIRST_TOKEN_S),
+            ("inter_token_latency_seconds", "inter-token latency in seconds.", self.inter_token, _INTER_TOKEN_S),
+            ("request_time_per_output_token_seconds", token_time, self.token_time, _INTER_TOKEN_S),
+            ("e2e_request_latency_seconds", "e2e request latency in seconds.", self.duration, PHASE_S),
+            ("request_queue_time_seconds", "time spent in WAITING phase for request.", delays.queue, PHASE_S),
+            ("request_prefill_time_seconds", "time spent in PREFILL phase for request.", delays.prefill, PHASE_S),
+            ("request_decode_time_seconds", "time spent in DECODE phase for request.", delays.decode, PHASE_S),
+            ("request_inference_time_seconds", "time spent in RUNNING phase for request.", delays.inference, PHASE_S),
+            ("request_prompt_tokens", "number of prefill tokens processed.", self.prompt_size, _TOKENS),
+            ("request_generation_tokens", "number of generation tokens processed.", self.output_size, _TOKENS),
+            ("request_params_n", "the n request parameter.", self.num_choices, _N),
+        ]
+        return [
+            Exposed(f"vllm:{name}", of + text, histogram, bounds, self._labels)
+            for name, text, histogram, bounds in table
+        ]
+
+
+class _Only(NamedTuple):
+    """A registry of one family."""
+
+    family: Metric
+
+    def collect(self) -> Iterable[Metric]:
+        """It."""
+        return (self.family,)
+
+
+class RequestMetrics:
+    """The lifetime events of one request: latencies are differences of two of them, of the process's clock."""
+
+    def __init__(self, metrics: Metrics, endpoint: Endpoint) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self.began = MONOTONIC.now()
+        self.prepared_at = self.dispatched_at = self.first_token_at = self.ended_at = 0.0
+        self._num_choices = self._num_ended = 0
+        self.inter_token = metrics.inter_token.observe
+        self.client_stall = metrics.client_stall.observe
+        metrics.in_flight += 1
+
+    @property
+    def queue_s(self) -> float | None:
+        """From its checked tokens to its first message to an engine; None: that has not left."""
+        return round(self.dispatched_at - self.prepared_at, 6) if self.dispatched_at else None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """To its first token; None: it has none."""
+        return round(self.first_token_at - self.began, 6) if self.first_token_at else None
+
+    @property
+    def duration_s(self) -> float:
+        """From its beginning to its end, or to now."""
+        return (self.ended_at or MONOTONIC.now()) - self.began
+
+    def prepared(self, num_choices: int) -> None:
+        """It is read, checked and tokenized."""
+        self._num_choices = num_choices
+        self.prepared_at = MONOTONIC.now()
+        self._metrics.preparing.observe(self.prepared_at - self.began)
+
+    def dispatched(self) -> None:
+        """A choice was given to engines; the first one counts."""
+        if not self.dispatched_at:
+            self.dispatched_at = MONOTONIC.now()
+            self._metrics.scheduling.observe(self.dispatched_at - self.prepared_at)
+
+    def first_token(self, now: float) -> None:
+        """A choice's first tokens came from the engines at `now`; the request's first ones count."""
+        if not self.first_token_at:
+            self.first_token_at = now
+            self._metrics.first_token.observe(now - self.began)
+
+    def choice_ended(self, finish_reason: str) -> None:
+        """A choice has all of its tokens."""
+        self._num_ended += 1
+        self._metrics.finished[finish_reason if finish_reason in _FINISH_REASONS else "stop"] += 1
+
+    def served(self, *, num_prompt_tokens: int, num_cached_tokens: int, num_completion_tokens: int, n: int = 1) -> None:
+        """All that was asked for is generated."""
+        metrics = self._metrics
+        metrics.prompt_tokens += num_prompt_tokens
+        metrics.cached_tokens += num_cached_tokens
+        metrics.generated_tokens += num_completion_tokens
+        metrics.prompt_size.observe(num_prompt_tokens)
+        metrics.output_size.observe(num_completion_tokens)
+        metrics.num_choices.observe(n)
+        tokens_each = num_completion_tokens / max(self._num_choices, 1)
+        if self.first_token_at and tokens_each > 1:
+            metrics.token_time.observe((MONOTONIC.now() - self.first_token_at) / (tokens_each - 1))
+
+    def ended(self, outcome: str) -> None:
+        """The request is over: "ok", "disconnected" or an error's code."""
+        metrics = self._metrics
+        self.ended_at = MONOTONIC.now()
+        metrics.in_flight -= 1
+        assert metrics.in_flight >= 0, "more requests ended than began"
+        metrics.duration.observe(self.duration_s)
+        if outcome != "ok" and self._num_choices > self._num_ended:
+            reason = "abort" if outcome == "disconnected" else "error"
+            metrics.finished[reason] += self._num_choices - self._num_ended
+        key = (self._endpoint, outcome)
+        known = key in metrics.requests or len(metrics.requests) < MAX_OUTCOMES
+        metrics.requests[key if known else (self._endpoint, "other")] += 1

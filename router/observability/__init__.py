@@ -1,1 +1,0 @@
-"""What shows a router at work, beside its metrics."""

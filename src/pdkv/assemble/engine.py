@@ -1,0 +1,417 @@
+"""From configuration to a running engine: model, connector, executor, core; or to one more rank of an engine."""
+
+import os
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from pdkv.assemble.core import build_core
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.version import VERSION
+from pdkv.config import EngineConfig, HandoffConfig, is_paced, paced_part
+from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
+from pdkv.connectors.block_table import BlockTable, LocalBlockTable
+from pdkv.connectors.registry import choose_connector, make_connector
+from pdkv.engine.core import EngineCore
+from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.worker.dtype import resolve_fp8
+from pdkv.engine.worker.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
+from pdkv.engine.worker.masks import GrammarMasks, Masks
+from pdkv.engine.worker.ranks.executor import MultiProcessExecutor, OtherRanks
+from pdkv.engine.worker.ranks.follower import FirstRank
+from pdkv.engine.worker.ranks.masks import RankMasks, pack
+from pdkv.engine.worker.ranks.messages import encode
+from pdkv.errors import ConfigError, ModelError, RankError
+from pdkv.grammar.matching.host import GrammarHost
+from pdkv.host.memory_limits import check_host_memory
+from pdkv.kernels.compiled import load_all
+from pdkv.models.config import ModelConfig, load_model_config
+from pdkv.models.identity import ModelSource
+from pdkv.models.parallel import ALONE, DeviceRanks, TensorParallel, join_ranks
+from pdkv.models.parallel_symmetric import over_symmetric_memory
+from pdkv.models.shard import Shard
+from pdkv.sampling.logits_processors import ModelInfo, ProcessorSet
+from pdkv.wire.messages import EngineCard, KVLayout
+
+CPU_STEP_TOKENS = 2048
+GPU_STEP_TOKENS = 8192
+
+_Executor = TypeVar("_Executor", bound=ModelExecutor)
+
+
+class RankPlace(NamedTuple):
+    """Where one rank of an engine finds the others."""
+
+    rank: int
+    sockets: Sequence[socket.socket]  # rank 0: one to each other rank, in order; another: one to rank 0
+    peers: Sequence[socket.socket]  # one to each other rank, in order, for what they exchange in a forward pass
+    store: Path  # a file that the ranks make, in a private directory
+    start_timeout_s: float  # bound of each wait before the engine is ready
+    wake_fd: int = -1  # rank 0: a byte written here wakes the engine's loop
+
+
+def _nothing(*_: object) -> None:
+    """Nobody listens."""
+
+
+class _Plan(NamedTuple):
+    """What all parts of an engine are made from, the same on each of its ranks."""
+
+    config: EngineConfig
+    handoff: HandoffConfig | None
+    name: str
+    epoch: str
+    kv_shards: int
+    model: ModelConfig
+    limits: SchedulerLimits
+    proposer: Proposer | None
+    processors: ProcessorSet
+
+    @classmethod
+    def read(
+        cls,
+        config: EngineConfig,
+        handoff: HandoffConfig | None,
+        name: str,
+        epoch: str,
+        kv_shards: int,
+        proposer: Proposer | None,
+    ) -> "_Plan":
+        """Raises ConfigError: a model directory that is missing, broken or not supported, an unknown processor."""
+        model = resolve_fp8(config, load_model_config(config.model, config.max_model_len), resolve_device(config))
+        limits = _limits(config, handoff or HandoffConfig(), proposer)
+        info = ModelInfo(model.vocab_size, tuple(model.eos_token_ids), config.model)
+        processors = ProcessorSet.load(config.processor_names, info)
+        return cls(config, handoff, name, epoch, kv_shards, model, limits, proposer, processors)
+
+    def open_model(self) -> ModelSource:
+        """The weights; their identity is taken while they are loaded. Raises ModelError."""
+        kind: type[ModelSource] = paced_part("paced:PacedSource") if is_paced(self.config.model) else ModelSource
+        return kind(self.config.model, self.model)
+
+    def make_grammars(self, notify: Callable[[], None]) -> GrammarHost:
+        """Who matches the grammars of requests; starts nothing."""
+        config, model, limits = self.config, self.model, self.limits
+        return GrammarHost(
+            config.model,
+            model.vocab_size,
+            model.eos_token_ids,
+            config.grammars,
+            notify,
+            num_requests=limits.max_num_seqs,
+            num_drafts=limits.num_draft_tokens,
+        )
+
+
+def build_engine(
+    config: EngineConfig,
+    handoff: HandoffConfig | None = None,
+    *,
+    name: str,
+    epoch: str,
+    role: str = "any",
+    kv_shards: int = 1,
+    place: RankPlace | None = None,
+    notify: Callable[[], None] = _nothing,
+    on_progress: Callable[[str], None] = _nothing,
+    on_identity: Callable[[str], None] = _nothing,
+    proposer: Proposer | None = None,
+) -> EngineCore:
+    """Load the model and make an engine around it, in this process; with config.tp > 1, its rank 0.
+
+    Args:
+        handoff: None: an engine without a connector.
+        kv_shards: parts that stored KV heads are cut into, the same in all engines.
+        place: where the other ranks are, for config.tp > 1.
+        notify: thread-safe; the connector and what matches grammars wake the engine's loop with it.
+        on_progress: is told what takes time.
+        on_identity: is told the model's identity once, as soon as it is known: before the load, or after it.
+        proposer: guesses tokens of requests that decode; the same on every rank.
+
+    Raises:
+        ConfigError: a wrong value, model directory or connector.
+        RankError: another rank failed.
+    """
+    plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
+    if config.tp > 1 and place is None:
+        raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; here is only this one")
+    grammars = plan.make_grammars(notify)
+    with plan.open_model() as source:
+        on_progress("loading weights")
+        executor, identity = _load(source, on_identity, lambda: _make_executor(plan, source, place, grammars))
+    on_progress(f"allocating {executor.num_blocks} KV blocks")
+    connector: KVConnector | None = None
+    try:
+        _check_pool_memory(config, executor)
+        connector = _make_connector(plan, identity, executor, notify)
+        return _connect(plan, identity, role, connector, executor, grammars)
+    except BaseException:
+        _shut_down(executor, connector)
+        raise
+
+
+def run_rank(
+    config: EngineConfig,
+    handoff: HandoffConfig | None = None,
+    *,
+    name: str,
+    epoch: str,
+    kv_shards: int = 1,
+    place: RankPlace,
+    on_progress: Callable[[str], None] = _nothing,
+    on_identity: Callable[[str], None] = _nothing,
+    on_ready: Callable[[], None] = _nothing,
+    proposer: Proposer | None = None,
+) -> None:
+    """Be one more rank of an engine, whose rank 0 `build_engine` makes elsewhere; returns when that one stops.
+
+    Args:
+        on_identity: is told the model's identity once; every rank takes it, and over all of the weights.
+        on_ready: called when this rank can run steps.
+
+    Raises:
+        ConfigError: a wrong value, model directory or connector.
+        RankError: another rank failed.
+    """
+    rank = place.rank
+    first = FirstRank(place.sockets[0], rank, timeout_s=config.rank_timeout_s, start_timeout_s=place.start_timeout_s)
+    executor: InProcessExecutor | None = None
+    connector: KVConnector | None = None
+    try:
+        plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
+        with plan.open_model() as source:
+            masks = RankMasks(first.hear_masks)
+            executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, place, masks))
+        executor.num_blocks = first.wait_to_attach(executor.num_blocks, identity)
+        on_progress(f"allocating {executor.num_blocks} KV blocks")
+        _check_pool_memory(config, executor)
+        connector = _make_connector(plan, identity, executor, first.notify, rank=rank)
+        worker = connector.make_worker_side(rank) if connector is not None else None
+        (info,) = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
+        first.attached(info)
+        on_ready()
+        metadata_type = KVConnectorMetadata if connector is None else connector.metadata_type
+        first.follow(executor, metadata_type)
+    except Exception as error:
+        first.give_up(error)
+        raise
+    finally:
+        if executor is not None:
+            _shut_down(executor, connector)
+        first.close()
+
+
+def _check_pool_memory(config: EngineConfig, executor: ModelExecutor) -> None:
+    """Refuse this rank's pool if it does not fit into the host's memory. Raises ConfigError."""
+    if resolve_device(config).type == "cpu":
+        size_bytes = executor.num_blocks * executor.layout.block_bytes
+        check_host_memory(size_bytes, f"{executor.num_blocks} KV blocks (--kv-cache-memory)")
+
+
+def _limits(config: EngineConfig, handoff: HandoffConfig, proposer: Proposer | None) -> SchedulerLimits:
+    on_cpu = resolve_device(config).type == "cpu"
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or (CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS),
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        kv_load_timeout_s=handoff.kv_load_timeout_s,
+        num_draft_tokens=0 if proposer is None else proposer.num_tokens,
+        decodes_with_loads=on_cpu,
+    )
+
+
+def _load(
+    source: ModelSource, on_identity: Callable[[str], None], make: Callable[[], _Executor]
+) -> tuple[_Executor, str]:
+    """Make an executor while the identity of what it loads is taken, and tell that one. Compiled kernels come first.
+
+    Raises:
+        ModelError: a file changed meanwhile, or another rank has loaded another model.
+    """
+    load_all()
+    known = source.known()
+    if known is not None:
+        on_identity(known)
+    executor = make()
+    try:
+        identity = source.identity()
+        if known is None:
+            on_identity(identity)
+        for rank, other in enumerate(executor.models_of_other_ranks, 1):
+            if other != identity:
+                raise ModelError(
+                    f"rank 0 has loaded model {identity}, rank {rank} has loaded {other}: the files changed meanwhile"
+                )
+    except BaseException:
+        executor.shutdown()
+        raise
+    return executor, identity
+
+
+def _make_executor(plan: _Plan, source: ModelSource, place: RankPlace | None, grammars: GrammarHost) -> ModelExecutor:
+    """The engine's only rank, or its first one with the others."""
+    eos, timeout_s = plan.model.eos_token_ids, plan.config.rank_timeout_s
+    if place is None or plan.config.tp == 1:
+        return _load_rank(plan, source, None, GrammarMasks(grammars, eos))
+    others = OtherRanks(place.sockets, wake_fd=place.wake_fd, start_timeout_s=place.start_timeout_s)
+    try:
+        masks = GrammarMasks(grammars, eos, lambda step: others.tell(encode(pack(step)), timeout_s))
+        local = _load_rank(plan, source, place, masks)
+        return MultiProcessExecutor(local, others, timeout_s=timeout_s)
+    except RankError as error:
+        raise others.why(error) from None
+    except BaseException:
+        others.close()
+        raise
+
+
+def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
+    shard = Shard(place.rank, config.tp)
+    device = resolve_device(config, shard)
+    ranks = join_ranks(shard, device, place.peers, place.store, place.start_timeout_s)
+    if not isinstance(ranks, DeviceRanks):
+        return ranks
+    assert place.store is not None, "ranks on CUDA met in a file"
+    symmetric = place.store.with_name(f"{place.store.name}.symmetric")
+    return over_symmetric_memory(ranks, device, symmetric, place.start_timeout_s)
+
+
+def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None, masks: Masks) -> InProcessExecutor:
+    """`place`: None for the engine's only rank."""
+    kind: type[InProcessExecutor] = InProcessExecutor
+    if is_paced(plan.config.model):
+        kind = paced_part("paced_engine:PacedExecutor")
+    return kind(
+        plan.model,
+        plan.config,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        parallel=ALONE if place is None else _join(plan.config, place),
+        weights=source.files,
+        grouped=_knows_groups(plan.handoff),
+        hit_tokens=_hit_tokens(plan),
+        proposer=plan.proposer,
+        processors=plan.processors,
+        masks=masks,
+        start_timeout_s=None if place is None else place.start_timeout_s,
+    )
+
+
+def _knows_groups(handoff: HandoffConfig | None) -> bool:
+    """Whether layers with a window may have blocks of their own. Raises what `choose_connector` raises."""
+    return handoff is None or choose_connector(handoff.connector, handoff.connector_config).kv_groups
+
+
+def _hit_tokens(plan: _Plan) -> int:
+    """Where what others have stored ends; 0: the engine finds nothing by content."""
+    if plan.handoff is None:
+        return 0
+    options = plan.handoff.connector_config
+    return choose_connector(plan.handoff.connector, options).hit_tokens(options, plan.config.block_size)
+
+
+def _layout(plan: _Plan, executor: ModelExecutor) -> KVLayout:
+    """The executor's. What a lossy codec has been at is keyed apart from what is exact, wherever it lies."""
+    if plan.handoff is None:
+        return executor.layout
+    options = plan.handoff.connector_config
+    codec = choose_connector(plan.handoff.connector, options).kv_codec(options)
+    return msgspec.structs.replace(executor.layout, codec=codec)
+
+
+def _make_connector(
+    plan: _Plan, identity: str, executor: ModelExecutor, notify: Callable[[], None], *, rank: int = 0
+) -> KVConnector | None:
+    """One rank's connector; None for an engine without."""
+    if plan.handoff is None:
+        return None
+    connector_config = ConnectorConfig(
+        engine=plan.name,
+        epoch=plan.epoch,
+        layout=_layout(plan, executor),
+        num_blocks=executor.num_blocks,
+        options=plan.handoff.connector_config,
+        model=identity,
+        rank=rank,
+        tp=plan.config.tp,
+        kv_shards=plan.kv_shards,
+        kv_checksum=plan.handoff.kv_checksum,
+        device=resolve_device(plan.config).type,
+    )
+    return make_connector(plan.handoff.connector, connector_config, notify)
+
+
+def _connect(
+    plan: _Plan, identity: str, role: str, connector: KVConnector | None, executor: ModelExecutor, grammars: GrammarHost
+) -> EngineCore:
+    """Give the executor its pool and the core its card."""
+    block_table: BlockTable = LocalBlockTable(executor.num_blocks)
+    scheduler_side: SchedulerConnector | None = None
+    worker: WorkerConnector | None = None
+    if connector is not None:
+        block_table = connector.make_block_table()
+        scheduler_side = connector.make_scheduler_side()
+        worker = connector.make_worker_side(0)
+    ranks = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
+    card = EngineCard(
+        engine=plan.name,
+        epoch=plan.epoch,
+        role=role,
+        pid=os.getpid(),
+        connector=plan.handoff.connector if plan.handoff is not None else "none",
+        kind=connector.kind if connector is not None else "store",
+        content_addressed=connector.content_addressed if connector is not None else False,
+        lends=connector.lends if connector is not None else False,
+        orders=connector.orders() if connector is not None else [],
+        model=identity,
+        layout=_layout(plan, executor),
+        hash_block_size=HASH_BLOCK_SIZE,
+        num_blocks=executor.num_blocks,
+        max_model_len=executor.max_model_len,
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        tp=plan.config.tp,
+        rank_blobs=[rank.blob for rank in ranks] if worker is not None else [],
+        rank_pids=[rank.pid for rank in ranks],
+        version=VERSION,
+        wire_versions=connector.wire_versions(plan.handoff.connector) if connector and plan.handoff else {},
+        kv_checksum=plan.handoff.kv_checksum if plan.handoff is not None else "off",
+    )
+    model = plan.model
+
+    def shutdown() -> None:
+        grammars.close()
+        _shut_down(executor, connector, scheduler_side)
+
+    core = build_core(
+        card=card,
+        executor=executor,
+        connector=scheduler_side,
+        block_table=block_table,
+        handoff=plan.handoff or HandoffConfig(),
+        limits=plan.limits,
+        eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
+        hit_tokens=_hit_tokens(plan),
+        grammars=grammars,
+        processors=plan.processors,
+        preemption=plan.config.preemption,
+        shutdown=shutdown,
+    )
+    weakref.finalize(core, grammars.close)  # its thread would keep its processes
+    return core
+
+
+def _shut_down(
+    executor: Executor, connector: KVConnector | None, scheduler_side: SchedulerConnector | None = None
+) -> None:
+    """Worker side, scheduler side, then what both shared."""
+    executor.shutdown()
+    if scheduler_side is not None:
+        scheduler_side.shutdown()
+    if connector is not None:
+        connector.shutdown()

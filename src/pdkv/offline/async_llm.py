@@ -1,0 +1,159 @@
+"""The offline API for asyncio: `async for output in AsyncLLM(model).generate(prompt, params)`."""
+
+import asyncio
+import functools
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pdkv.config import DEFAULT_MODEL
+from pdkv.offline.chat_tools import ChatOptions, ToolChoice
+from pdkv.offline.engine import read_config
+from pdkv.offline.engine_thread import EngineThread
+from pdkv.offline.generation import Generation
+from pdkv.offline.outputs import RequestOutput
+from pdkv.offline.requests import Conversation, Prompt, RequestMaker, as_conversations
+from pdkv.offline.streams import Streams
+from pdkv.sampling.params import SamplingParams
+from pdkv.text import Tokenizer
+from pdkv.wire.messages import EngineCard, Peers
+
+
+class AsyncLLM:
+    """One engine in this process, on a thread of its own; requests of any number of tasks are batched.
+
+    An asynchronous context manager; `shutdown` gives its memory back. Methods that stream belong to the event loop that
+    runs; one loop after another, or several at once, may use it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        connector: str | None = None,
+        connector_config: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Load the model; blocks until it can serve. Arguments and errors are those of `LLM`."""
+        self.config, handoff = read_config("AsyncLLM", model, connector, connector_config, fields)
+        self._requests = RequestMaker(self.config)
+        self._engine = EngineThread(self.config, handoff)
+        self._stop = weakref.finalize(self, self._engine.stop)
+        self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
+
+    def shutdown(self) -> None:
+        """Stop the engine: requests in flight end with RequestAborted. Blocks for the step that runs, and for saves.
+
+        Idempotent. `async with` does not block the event loop meanwhile.
+        """
+        self._stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._requests.tokenizer
+
+    @property
+    def card(self) -> EngineCard:
+        """What others need to know to read this one's KV, see `set_peers`."""
+        return self._engine.card
+
+    def set_peers(self, cards: Sequence[EngineCard]) -> None:
+        """As that of `LLM`."""
+        self._engine.send(Peers(list(cards)))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` takes where it is given none: the model's, of its generation_config.json, else vLLM's."""
+        return self._requests.default_params()
+
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt. The last output is the one that is `finished`.
+
+        What comes faster than it is taken is taken at once: an output has all that is new. To cancel the task that
+        iterates, or to close the generator, ends the request and frees its KV blocks.
+
+        Args:
+            prompt: a text or a list of token ids.
+            sampling_params: None: `get_default_sampling_params`. `output_kind` says what an output has: all choices as
+                they stand (the default), what is new in those that have news, or all, once, at the end.
+            request_id: a name for `abort` and logs, which no other live request has; None: one is drawn.
+
+        Raises:
+            InvalidRequest: a parameter out of its range, or a prompt that can never work.
+            RequestFailed: this request failed; EngineDied: the engine did; RequestAborted: it was shut down.
+            EngineUnavailable: it had failed, or was shut down, before.
+        """
+        return self._stream(functools.partial(self._requests.make, prompt, sampling_params, request_id))
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        tool_parser: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation; arguments as those of `LLM.chat`."""
+
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            tool_parser=tool_parser,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+        def make() -> Generation:
+            [conversation] = as_conversations([messages])
+            return self._requests.make_chat(conversation, sampling_params, request_id, options=options)
+
+        return self._stream(make)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests of this event loop: each has a last output, whose choices end with finish_reason "abort".
+
+        Unknown names, and those of requests that have ended, are ignored.
+        """
+        streams = self._streams_here()
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            streams.abort(name)
+
+    async def _stream(self, make: Callable[[], Generation]) -> AsyncGenerator[RequestOutput, None]:
+        generation = await asyncio.to_thread(make)  # a long prompt takes a while
+        stream = self._streams_here().start(generation)
+        try:
+            while not stream.is_over:
+                yield await stream.take()
+        finally:
+            stream.close()
+
+    def _streams_here(self) -> Streams:
+        """Of the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        streams = self._streams.get(loop)
+        if streams is None:
+            for other in list(self._streams):  # another thread's loop may come meanwhile
+                if other.is_closed():
+                    self._streams.pop(other, None)
+            streams = self._streams[loop] = Streams(self._engine, loop)
+        return streams

@@ -1,0 +1,223 @@
+"""The backends against attention written out, over random mixes of chunks and decodes."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from attention_case import MIXES, Case, Shape, layers_of, without_compiled_kernel
+
+from pdkv.engine.worker.attention import tiles as attention_tiles
+from pdkv.engine.worker.attention.backend import AttentionBackend
+from pdkv.engine.worker.attention.cpu import CpuAttention
+from pdkv.engine.worker.attention.select import make_backend
+from pdkv.engine.worker.attention.tiles import AttentionLimits, plan_tiles
+from pdkv.kernels import host
+
+torch.set_num_threads(1)
+
+SHAPE = Shape()
+
+needs_compiled_kernel = pytest.mark.skipif(not host.available(), reason="no compiler when pdkv was installed")
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size"), [(6, 2, 16), (4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)]
+)
+def test_single_queries_equal_attention_written_out(
+    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    try:
+        for mix in ([(0, 1)], [(40, 1)], MIXES[4]):
+            case = Case(mix, dtype, shape=Shape(heads, kv_heads, head_size))
+            backend = CpuAttention(case.pool, heads, case.layers)
+            assert backend._singles is not None
+            close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+            torch.testing.assert_close(case.run(backend, 1).double(), case.expected(1), **close)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mix", [[(2999, 1)], [(511, 1), (512, 1)], [(2500, 1), *[(9, 1)] * 7]], ids=len)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (6, 3), (4, 1)])
+def test_single_queries_give_the_same_bits_on_any_number_of_threads(
+    heads: int, kv_heads: int, mix: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    case = Case(mix, dtype, shape=Shape(heads, kv_heads, 64))
+    backend, results = CpuAttention(case.pool, heads, case.layers), []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            results.append(case.run(backend, 0))
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(result, results[0]) for result in results)
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(results[0].double(), case.expected(0), **close)
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize(("kv_heads", "threads"), [(8, 12), (8, 16), (1, 8), (3, 2)])
+@pytest.mark.parametrize("num_short", [0, 31])
+def test_a_long_query_is_shared_by_all_threads_whatever_the_heads(num_short: int, kv_heads: int, threads: int) -> None:
+    seq_lens = np.array([4000] + [1] * num_short, dtype=np.int64)
+    args = host.AttentionArgs(
+        seq_lens=seq_lens.ctypes.data, n=len(seq_lens), num_threads=threads,
+        heads=kv_heads, kv_heads=kv_heads, head_size=64, block_size=16,
+    )  # fmt: skip
+    assert host.attend_pieces(args) >= num_short + threads
+
+
+@needs_compiled_kernel
+def test_keys_whose_scores_are_all_minus_infinity_weigh_nothing_beside_others() -> None:
+    case = Case([(1023, 1)], shape=Shape(1, 1, 16))
+    case.qkv.fill_(1.0)
+    case.pool[case.blocks(0)[:32], 0, 0] = torch.finfo(torch.float32).min
+    result = case.run(CpuAttention(case.pool, 1, case.layers), 0)
+    alone = Case([(511, 1)], shape=Shape(1, 1, 16))
+    alone.qkv.fill_(1.0)
+    alone.pool[alone.blocks(0)] = case.pool[case.blocks(0)[32:]]
+    torch.testing.assert_close(result, alone.run(CpuAttention(alone.pool, 1, alone.layers), 0))
+
+
+@needs_compiled_kernel
+def test_every_half_is_read_and_the_means_of_two_are_rounded_as_torch_rounds() -> None:
+    """With queries of 0 a result is the mean of the values: of one alone, what it was; of two, rounded to a half."""
+    halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    halves = halves[halves.isfinite()].view(-1, 16)
+    others = halves.roll(5, 0).flip(1)
+    for earlier, own, expected in ((0, halves, halves), (1, others, ((halves.float() + others.float()) / 2).half())):
+        case = Case([(earlier, 1)] * len(halves), torch.float16, shape=Shape(1, 1, 16))
+        case.pool[[case.blocks(slot)[0] for slot in range(len(halves))], 0, 1, 0, 0] = halves
+        case.qkv.zero_()
+        case.qkv[:, -1] = own
+        assert torch.equal(case.run(CpuAttention(case.pool, 1, case.layers), 0), expected)
+
+
+@needs_compiled_kernel
+def test_large_scores_do_not_overflow() -> None:
+    case = Case([(100, 1), (0, 1)])
+    case.qkv[:, : SHAPE.heads] *= 1000
+    torch.testing.assert_close(
+        case.run(CpuAttention(case.pool, SHAPE.heads, case.layers), 0).double(),
+        case.expected(0),
+        rtol=1e-3,
+        atol=1e-3,
+    )
+
+
+@needs_compiled_kernel
+def test_head_sizes_that_the_kernel_does_not_take_are_left_to_torch() -> None:
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 8), 1, layers_of([None]))._singles is None
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float64), 1, layers_of([None]))._singles is None
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=len)
+@pytest.mark.parametrize("make", [CpuAttention, without_compiled_kernel], ids=["cpu", "cpu-torch"])
+def test_backends_equal_attention_written_out(
+    mix: list[tuple[int, int]], make: Callable[[torch.Tensor, int], AttentionBackend]
+) -> None:
+    for layer in range(SHAPE.layers):
+        case = Case(mix)
+        expected = case.expected(layer)
+        backend = make(case.pool, SHAPE.heads, case.layers)
+        torch.testing.assert_close(case.run(backend, layer).double(), expected, rtol=1e-4, atol=1e-5)
+        some = case.run(backend, SHAPE.layers - 1, last_only=True)
+        if layer == SHAPE.layers - 1:
+            torch.testing.assert_close(some.double(), expected[case.last_rows], rtol=1e-4, atol=1e-5)
+
+
+WINDOWS = [1, 5, 16, 17, 40, 150, 700, 5000]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("mix", MIXES, ids=len)
+@pytest.mark.parametrize("make", [CpuAttention, without_compiled_kernel], ids=["cpu", "cpu-torch"])
+def test_windows_equal_attention_written_out(
+    mix: list[tuple[int, int]], make: Callable[..., AttentionBackend], window: int
+) -> None:
+    """In both layers, in one or the other, and another one in each."""
+    for windows in ([window, window], [None, window], [window, None], [window, 20]):
+        case = Case(mix)
+        expected = [case.expected(layer, windows[layer]) for layer in range(2)]
+        backend = make(case.pool, SHAPE.heads, layers_of(windows))
+        for layer in range(2):
+            torch.testing.assert_close(case.run(backend, layer).double(), expected[layer], rtol=1e-4, atol=1e-5)
+        some = case.run(backend, 1, last_only=True)
+        torch.testing.assert_close(some.double(), expected[1][case.last_rows], rtol=1e-4, atol=1e-5)
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)])
+def test_windows_of_single_queries(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for window in WINDOWS:
+        case = Case(MIXES[4], dtype, shape=Shape(heads, kv_heads, head_size))
+        result = case.run(CpuAttention(case.pool, heads, layers_of([window, window])), 1)
+        torch.testing.assert_close(result.double(), case.expected(1, window), **close)
+
+
+def test_a_window_gathers_no_more_than_it_needs() -> None:
+    """A chunk far into a prompt, and a decode: the blocks before their windows are not looked at."""
+    case = Case([(2000, 40), (3000, 1)])
+    limits = AttentionLimits(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_size, 4)
+    plan = plan_tiles(case.inputs, None, SHAPE.block_size, limits, window=64)
+    for bucket in plan.buckets:
+        assert bucket.num_blocks <= (64 + 40) // SHAPE.block_size + 2
+    apart = plan_tiles(case.inputs, None, SHAPE.block_size, limits, window=64, singles_apart=True).singles
+    assert apart.first_blocks.tolist() == [(3000 + 1 - 64) // 16]
+    assert apart.seq_lens[0] - apart.hidden[0] == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    case = Case(MIXES[3], dtype)
+    expected = case.expected(0)
+    torch.testing.assert_close(
+        case.run(CpuAttention(case.pool, SHAPE.heads, case.layers), 0).double(),
+        expected,
+        rtol=0.05,
+        atol=0.05,
+    )
+
+
+def test_small_buckets_and_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_tiles, "_BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(attention_tiles, "_WASTE_BYTES", 0)
+    for window in (None, 30):
+        case = Case(MIXES[3])
+        expected = case.expected(0, window)
+        backend = CpuAttention(case.pool, SHAPE.heads, layers_of([window] * SHAPE.layers))
+        torch.testing.assert_close(case.run(backend, 0).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_scheduled_slots_are_written() -> None:
+    case = Case([(5, 3), (0, 20), (31, 1)])
+    before = case.pool.clone()
+    case.run(make_backend(case.pool, SHAPE.heads, case.layers), 1)
+    written = torch.zeros(case.pool.shape[0], SHAPE.block_size, dtype=torch.bool)
+    written[case.inputs.block_ids[0], case.inputs.offsets] = True
+    changed = (
+        (case.pool != before).any(-1).permute(0, 4, 1, 2, 3).flatten(3)
+    )  # (blocks, offsets, layers, sides * heads)
+    assert changed[:, :, 1].all(-1).eq(written).all()
+    assert not changed[:, :, 0].any()
+
+
+def test_tiles_cover_every_query_once() -> None:
+    case = Case([(length * 3, 1 + length * 11 % 290) for length in range(30)])
+    plan = plan_tiles(
+        case.inputs, None, SHAPE.block_size, AttentionLimits(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_size, 4)
+    )
+    rows = np.concatenate([bucket.qkv_rows[bucket.real] for bucket in plan.buckets])
+    assert sorted(rows.tolist()) == list(range(len(case.inputs.positions)))
+    for bucket in plan.buckets:
+        assert (bucket.positions == case.inputs.positions[bucket.qkv_rows]).all()
+        assert (bucket.seq_lens <= bucket.num_blocks * SHAPE.block_size).all()

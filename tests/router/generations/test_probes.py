@@ -1,0 +1,165 @@
+"""Probes: idle engines and pairs generate a token now and then; what comes of it opens breakers and heals suspects."""
+
+import asyncio
+
+import pytest
+from dispatch_rig import System, check_right, live
+from scripted_engine import make_request
+
+from pdkv.config import HealthConfig
+from pdkv.errors import ConfigError
+from pdkv.router.engines.breakers import CRASHES, OPEN_S
+from pdkv.router.engines.health import TICK_S
+from pdkv.router.generations.probes import RETRY_S
+from pdkv.wire.messages import PROBE_SALT, BlockCounts, Failed, LoadReport, Submit
+
+INTERVAL_S = 10.0
+A_WHILE = INTERVAL_S + 2 * TICK_S
+"""After the tick that saw the engines first."""
+BLOCKS = BlockCounts(total=100, free=100, cached=0, active=0, leased=0, quarantined=0)
+
+
+class Rig(System):
+    """Time that only tests move, tick by tick."""
+
+    def __init__(self, num_prefill: int, num_decode: int, *, interval_s: float = INTERVAL_S) -> None:
+        self.now = 1000.0
+        health = HealthConfig(probe_interval_s=interval_s)
+        super().__init__(num_prefill, num_decode, clock=lambda: self.now, health=health)
+
+    async def after(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            self.dispatcher.look_after_engines()
+            await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(40):
+            await asyncio.sleep(0)
+
+    def probes(self, name: str) -> list[Submit]:
+        return [submit for submit in self.backends[name].heard(Submit) if submit.cache_salt == PROBE_SALT]
+
+    def probe_of(self, name: str) -> dict[str, object] | None:
+        (engine,) = [e for e in self.dispatcher.topology()["engines"] if e["name"] == name]
+        probe: dict[str, object] | None = engine["last_probe"]
+        return probe
+
+    def expire_probe(self) -> None:
+        (generation,) = self.dispatcher._generations.values()
+        assert generation.flow.request.probe
+        self.now = generation.expires_at
+        self.dispatcher._expire(generation)
+
+
+async def test_idle_engines_generate_a_token_and_every_pair_is_visited() -> None:
+    async with live(Rig(2, 2)) as rig:
+        await rig.after(INTERVAL_S - TICK_S)
+        assert not any(rig.probes(name) for name in rig.backends)
+        await rig.after(6 * INTERVAL_S)
+        pairs = set(rig.dispatcher.prober._probed)
+        assert pairs == {(f"prefill-{p}", f"decode-{d}") for p in range(2) for d in range(2)}
+        assert all(5 <= len(rig.probes(name)) <= 8 for name in rig.backends), "about one per interval"
+        assert rig.probe_of("decode-1") == {"ok": True, "fault": None, "age_s": pytest.approx(5, abs=6), "took_s": 0.0}
+        (submit, *_) = rig.probes("prefill-0")
+        assert len(submit.prompt_token_ids) < 16, "less than a block: nothing can be cached"
+        counters = rig.dispatcher.counters
+        assert (counters.started, counters.finished, rig.dispatcher.prober.num_failed) == (0, 0, 0)
+        assert rig.dispatcher.prober.num_ok >= 10
+
+
+async def test_engines_that_serve_are_not_probed() -> None:
+    async with live(Rig(0, 1)) as rig:
+        for _ in range(4):
+            await rig.after(INTERVAL_S / 2)
+            await check_right(rig, make_request())
+        rig.backends["any-0"].say(LoadReport(waiting=0, running=1, blocks=BLOCKS))  # another router's
+        await rig.after(2 * INTERVAL_S)
+        assert not rig.probes("any-0")
+
+
+async def test_without_an_interval_there_are_no_probes() -> None:
+    async with live(Rig(0, 1, interval_s=0.0)) as rig:
+        await rig.after(3 * INTERVAL_S)
+        assert not rig.probes("any-0")
+    with pytest.raises(ConfigError, match="probe_interval_s: a number of seconds of at least 0"):
+        HealthConfig(probe_interval_s=-1.0)
+
+
+async def test_an_engine_that_does_not_answer_its_probe_is_a_suspect_until_it_answers_one() -> None:
+    """Router 2: an idle engine that hangs was found out by requests."""
+    async with live(Rig(0, 2)) as rig:
+        rig.backends["any-0"].held = True
+        await rig.after(A_WHILE)
+        rig.expire_probe()
+        (engine, _) = rig.dispatcher.topology()["engines"]
+        assert engine["suspicion"] == "failed its last probe: no answer within 5 s"
+        assert rig.dispatcher.prober.num_failed == 1
+        for n in range(4):
+            assert (await check_right(rig, make_request(20 + n))).decode_engine == "any-1"
+        rig.backends["any-0"].release()
+        await rig.after(RETRY_S)
+        assert rig.dispatcher.topology()["engines"][0]["suspicion"] is None
+        assert rig.probe_of("any-0")["ok"]  # type: ignore[index]
+
+
+async def test_a_probe_is_tried_nowhere_else() -> None:
+    async with live(Rig(0, 2)) as rig:
+        first = rig.backends["any-0"]
+        first.held = True
+        await rig.after(A_WHILE)
+        (probe,) = rig.probes("any-0")
+        first.say(Failed(probe.request_id, 0, "internal_error", "broken", retryable=True))
+        assert rig.dispatcher.topology()["engines"][0]["suspicion"] == "failed its last probe: broken"
+        assert rig.dispatcher.num_generations == 0
+        assert rig.dispatcher.counters.retried == 0
+        assert not rig.dispatcher.counters.failed
+        first.engine.tasks.clear()
+        first.held = False
+
+
+@pytest.mark.parametrize("silent", ["prefill-0", "decode-0"])
+async def test_the_side_that_did_not_answer_is_at_fault(silent: str) -> None:
+    async with live(Rig(1, 1)) as rig:
+        rig.backends[silent].held = True
+        await rig.after(A_WHILE)
+        rig.expire_probe()
+        topology = rig.dispatcher.topology()
+        faulty = {e["name"] for e in topology["engines"] if e["suspect"]}
+        if silent == "prefill-0":
+            assert (faulty, topology["pairs"]) == ({"prefill-0"}, [])
+        else:  # it may be the pair: prefill may not have sent
+            assert faulty == set()
+            assert [(p["prefill"], p["decode"]) for p in topology["pairs"]] == [("prefill-0", "decode-0")]
+        rig.backends[silent].release()
+
+
+async def test_a_half_open_breaker_is_tried_by_a_probe_at_once() -> None:
+    async with live(Rig(0, 2)) as rig:
+        breaker = rig.dispatcher.fleet.engines["any-0"].breaker
+        for _ in range(5):
+            breaker.failed(rig.now)
+        await rig.after(OPEN_S - 2 * TICK_S)
+        assert breaker.state(rig.now) == "open"
+        num = len(rig.probes("any-0"))
+        await rig.after(4 * TICK_S)
+        assert len(rig.probes("any-0")) == num + 1
+        assert breaker.state(rig.now) == "closed"
+
+
+async def test_a_half_open_pair_is_tried_by_a_probe() -> None:
+    async with live(Rig(1, 2)) as rig:
+        pairs = rig.dispatcher.fleet.pairs
+        pairs.loaded("prefill-0", "decode-1", False, rig.now)
+        await rig.after(OPEN_S + 4 * TICK_S)
+        assert pairs.states(rig.now) == {}
+
+
+async def test_a_probe_does_not_close_the_breaker_of_a_crash_loop() -> None:
+    async with live(Rig(0, 2)) as rig:
+        for crash in range(CRASHES):
+            rig.backends["any-0"].die()
+            rig.backends["any-0"].start(rig.card("any-0", epoch=f"e{crash}"))
+        await rig.after(2 * OPEN_S + 1.0)
+        assert rig.probes("any-0")
+        assert rig.dispatcher.topology()["engines"][0]["breaker"] == "open"

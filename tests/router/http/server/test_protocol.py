@@ -1,0 +1,610 @@
+"""What a connection may cost: headers, URLs, time, connections, and what comes unasked. Errors in OpenAI's shape."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+from typing import cast
+from unittest import mock
+
+import pytest
+import uvicorn
+import uvloop
+from fake_dispatcher import FakeDispatcher, say, tokens
+from http_server import Client, Reply, Serving, connected, get, post, run, serving
+from small_app import MODEL, ids, make_app
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from pdkv.config import HttpLimits
+from pdkv.errors import ConfigError
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.router.http.server import connections as http_connections
+from pdkv.router.http.server import paused_body
+from pdkv.router.http.server.budget import ByteBudget
+from pdkv.router.http.server.connections import connection_limit
+from pdkv.router.http.server.drain import Drain
+from pdkv.router.http.server.request_size import RequestSize
+from pdkv.router.process import _Stopping
+
+event_loop = uvloop.new_event_loop  # the router's kind
+
+COMPLETIONS = "/v1/completions"
+MAX_HEADERS = HttpLimits().max_headers
+PROMPT = b'{"model": "%s", "prompt": "x"}' % MODEL.encode()
+
+
+def exchange(request: bytes, limits: HttpLimits | None = None) -> Reply:
+    """What is answered to `request`; then the connection must end, without a reset."""
+
+    async def main() -> Reply:
+        async with serving(make_app(FakeDispatcher(say(ids("ab"))), limits=limits), limits) as server:
+            async with connected(server.port) as client:
+                await client.send(request)
+                reply = await client.reply()
+                assert reply.headers["connection"] == "close"
+                assert await client.at_end()
+            async with connected(server.port) as client:
+                await client.send(get("/health"))
+                assert (await client.reply()).status == 200
+                return reply
+
+    return run(main())
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        get("/health", "x: " + "y" * 40_000),
+        b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000,
+        get("/health", *(f"x{i}: y" for i in range(101))),
+        get("/health", *(f"x{i}: {'y' * 1000}" for i in range(50))),
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: " + b"y" * 40_000 + b"\r\n\r\n",
+    ],
+    ids=["long", "endless", "many", "large together", "trailers"],
+)
+def test_headers_that_are_too_large_are_431(request_bytes: bytes) -> None:
+    reply = exchange(request_bytes)
+    assert reply.status == 431
+    assert reply.error()["type"] == "invalid_request_error"
+    assert "--max-header-bytes" in reply.error()["message"]
+
+
+@pytest.mark.parametrize(
+    "url", [b"/" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", b"/" + b"a" * 500_000], ids=["long", "endless"]
+)
+def test_a_url_that_is_too_long_is_414(url: bytes) -> None:
+    reply = exchange(b"GET " + url)
+    assert (reply.status, reply.error()["code"]) == (414, None)
+    assert "8192" in reply.error()["message"]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 20_000,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+    ids=["nonsense", "tls", "header", "length", "chunk", "tiny chunks", "h2"],
+)
+def test_what_the_parser_refuses_is_400_in_openais_shape(request_bytes: bytes) -> None:
+    reply = exchange(request_bytes)
+    assert reply.status == 400
+    assert reply.error()["type"] == "invalid_request_error"
+    assert reply.headers["content-type"] == "application/json"
+
+
+def test_a_large_body_gets_its_413_and_no_reset() -> None:
+    """The client sends everything before it reads anything, as many do."""
+    body = bytes(24 << 20)
+    reply = exchange(post(COMPLETIONS, body, "content-type: application/json"))
+    assert reply.status == 413
+    assert "--max-body-bytes" in reply.error()["message"]
+
+
+def test_a_chunked_body_that_is_too_large_gets_its_413_and_no_reset() -> None:
+    chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert exchange(head + chunk * 24 + b"0\r\n\r\n").status == 413
+
+
+@pytest.mark.parametrize("length", [100_000, 100], ids=["too long", "too late"])
+async def test_a_body_that_nobody_asked_for_does_not_keep_the_connection(length: int) -> None:
+    limits = HttpLimits(max_body_bytes=50_000, header_timeout_s=60.0 if length == 100_000 else 0.1)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        await client.send(f"POST /nowhere HTTP/1.1\r\ncontent-length: {length}\r\n\r\nx".encode())
+        assert (await client.reply()).status == 404
+        assert await client.at_end()
+
+
+@pytest.mark.parametrize("size", [100, 200_000])
+@pytest.mark.parametrize(("method", "path", "status"), [("POST", "/nowhere", 404), ("POST", "/v1/models", 405)])
+async def test_a_body_that_comes_behind_its_answer_takes_no_later_request_along(
+    method: str, path: str, status: int, size: int
+) -> None:
+    """F35. Answered before it is read; the connection, which was promised to be kept, has its idle time then."""
+    limits = HttpLimits(header_timeout_s=1.0)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        for framing in (f"content-length: {size}", "transfer-encoding: chunked"):
+            await client.send(f"{method} {path} HTTP/1.1\r\nhost: test\r\n{framing}\r\n\r\n".encode())
+            reply = await client.reply()
+            assert (reply.status, reply.headers.get("connection")) == (status, None)
+            await client.send(b"x" * size if "length" in framing else b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size))
+            await client.send(get("/version"))
+            assert (await client.reply()).status == 200
+        [connection] = server.state.connections
+        assert connection._header_timer is None
+
+
+UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA"
+"""What clients offer that would rather speak HTTP/2, as those on the JDK's own client do."""
+
+CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\n{UPGRADE}\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("size", [1, 100, 100_000], ids=lambda size: f"{size} bytes at once")
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
+async def test_a_request_that_offers_another_protocol_is_served_as_if_it_did_not(size: int, chunked: bool) -> None:
+    request = post(COMPLETIONS, PROMPT, "content-type: application/json", UPGRADE)
+    if chunked:
+        half = len(PROMPT) // 2
+        parts = [b"%x\r\n%s\r\n" % (len(part), part) for part in (PROMPT[:half], PROMPT[half:], b"")]
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-type: application/json\r\n"
+        request = b"".join([head.encode(), UPGRADE.encode(), b"\r\n\r\n", *parts])
+    async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
+        for start in range(0, len(request), size):
+            await client.send(request[start : start + size])
+            await asyncio.sleep(0)
+        await client.send(b"PRI * HTTP/2.0\r\n\r\n")  # no request of this protocol
+        reply = await client.reply()
+        assert reply.status == 200
+        assert reply.headers["connection"] == "close"
+        assert await client.at_end()
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [post(COMPLETIONS, PROMPT, "content-type: application/json"), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(100)],
+    ids=["a request", "the other protocol", "garbage"],
+)
+def test_what_comes_behind_a_body_with_such_an_offer_is_no_part_of_it(behind: bytes) -> None:
+    assert exchange(post(COMPLETIONS, PROMPT, "content-type: application/json", UPGRADE) + behind).status == 200
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (get("/health", UPGRADE), 200),
+        (post(COMPLETIONS, b"", UPGRADE), 400),
+        (post(COMPLETIONS, bytes(24 << 20), "content-type: application/json", UPGRADE), 413),
+        (post(COMPLETIONS, PROMPT, "x: " + "y" * 40_000, UPGRADE), 431),
+        (CHUNKED + b"no size", 400),
+        (CHUNKED + b"0\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (CHUNKED + b"0\r\n" + b"x: y\r\n" * 200 + b"\r\n", 431),
+        (get("/health", *(f"x{i}: y" for i in range(MAX_HEADERS - 4)), UPGRADE), 200),
+        (post("/nowhere", b"{}", *(f"x{i}: y" for i in range(MAX_HEADERS - 5)), UPGRADE), 404),
+        (post("/nowhere", b"{}", *(f"x{i}: y" for i in range(MAX_HEADERS - 4)), UPGRADE), 431),
+    ],
+    ids=[
+        "no body",
+        "empty body",
+        "large body",
+        "large headers",
+        "broken chunks",
+        "long trailer",
+        "many trailers",
+        "most headers",
+        "most headers and a body",
+        "one too many",
+    ],
+)
+def test_an_offer_of_another_protocol_changes_no_limit(request_bytes: bytes, status: int) -> None:
+    assert exchange(request_bytes).status == status
+
+
+@pytest.mark.parametrize("target", ["CONNECT evil:80", "GET http://host", "GET http://host?x=1", "GET http://"])
+@pytest.mark.parametrize("offer", ["", UPGRADE + "\r\n"], ids=["plain", "offer"])
+def test_a_url_that_is_none_is_said_to_be_the_reason(target: str, offer: str, caplog: pytest.LogCaptureFixture) -> None:
+    reply = exchange(f"{target} HTTP/1.1\r\nhost: x\r\n{offer}\r\n".encode())
+    assert "Traceback" not in caplog.text
+    assert (reply.status, "URL" in reply.error()["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("place", "request_bytes"),
+    [("add_url", get("/health")), ("add_body", post(COMPLETIONS, PROMPT, UPGRADE))],
+    ids=["url", "body behind an offer"],
+)
+def test_a_defect_while_a_request_is_received_is_not_the_clients(
+    place: str, request_bytes: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RequestSize, place, lambda self, size: 1 // 0)
+
+    async def main() -> Reply:
+        async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
+            await client.send(request_bytes)
+            return await client.reply()
+
+    reply = run(main())
+    assert (reply.status, reply.error()["code"]) == (500, "internal_error")
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_headers_that_do_not_come_are_408() -> None:
+    reply = exchange(b"GET /health HTTP/1.1\r\nx: ", HttpLimits(header_timeout_s=1.0))
+    assert reply.status == 408
+    assert "--header-timeout-s" in reply.error()["message"]
+
+
+async def test_headers_of_a_later_request_are_timed_too() -> None:
+    limits = HttpLimits(header_timeout_s=1.0)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        await client.send(get("/health") + b"GET /hea")
+        assert (await client.reply()).status == 200
+        assert (await client.reply()).status == 408
+        assert await client.at_end()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n"], ids=["nothing", "empty lines"])
+async def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
+    limits = HttpLimits(header_timeout_s=0.1)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        await client.send(sent)
+        assert b"200" not in await client.reader.read()
+
+
+async def test_an_idle_connection_is_closed_after_its_time() -> None:
+    limits = HttpLimits(idle_timeout_s=0.1)
+    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+        await client.send(get("/health"))
+        assert (await client.reply()).status == 200
+        assert await client.at_end()
+
+
+def test_a_body_that_does_not_come_is_408() -> None:
+    request = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10\r\n\r\n{"
+    reply = exchange(request, HttpLimits(body_timeout_s=0.1))
+    assert reply.status == 408
+    assert "--body-timeout-s" in reply.error()["message"]
+
+
+async def test_thousands_of_pipelined_requests_are_answered_in_order() -> None:
+    async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
+        whole = b"".join(get(f"/v1/models/{i}") + post(COMPLETIONS, PROMPT) for i in range(1500))
+        sending = asyncio.ensure_future(client.send(whole))
+        for i in range(1500):
+            assert f"'{i}'" in (await client.reply()).error()["message"]
+            assert (await client.reply()).status == 200
+        await sending
+
+
+def test_garbage_behind_a_stream_leaves_the_stream_whole(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> bytes:
+        dispatcher = FakeDispatcher()
+        async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+            body = PROMPT[:-1] + b', "stream": true}'
+            await client.send(post(COMPLETIONS, body))
+            generation = await dispatcher.next_generation(0)
+            generation.put(tokens(*ids("a")))
+            assert b"200 OK" in await client.reader.readuntil(b"\r\n\r\n")
+            await client.send(b"garbage\r\n\r\n" * 10)
+            await refused_by(server.state)
+            generation.put(tokens(*ids("b"), end="stop"))
+            return await client.reader.read()
+
+    caplog.set_level(logging.WARNING)
+    rest = run(main())
+    assert b'"text":"b"' in rest
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert b"HTTP/1.1" not in rest
+    assert not caplog.records
+
+
+async def refused_by(state: ServerState) -> None:
+    """Until the server's only connection has refused what came behind its request."""
+    [connection] = state.connections
+    while not connection._deaf:
+        await asyncio.sleep(0)
+
+
+def test_writing_behind_the_end_of_a_connection_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """A pipelined request is refused while the first is served; its client has closed."""
+
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+            await client.send(post(COMPLETIONS, PROMPT, "connection: close") + get("/health") * 3)
+            generation = await dispatcher.next_generation(0)
+            [connection] = server.state.connections
+            connection.transport.close()
+            generation.put(tokens(*ids("ab"), end="stop"))
+            assert await client.at_end()
+
+    caplog.set_level(logging.WARNING)
+    run(main())
+    assert not caplog.records
+
+
+async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers when the client has gone."""
+    if scope["type"] == "http":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+@pytest.mark.parametrize("size", [64 << 20, 4 << 20], ids=["the server waits to write", "all is written"])
+@pytest.mark.parametrize("header", ["connection: close", "connection: keep-alive"])
+def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, header: str) -> None:
+    """It asks for more than the sockets hold: the connection, and what the application waits for, end all the same."""
+
+    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(0, size, 4 << 20):
+            await send({"type": "http.response.body", "body": bytes(4 << 20), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main() -> None:
+        async with serving(large_app, HttpLimits(send_timeout_s=0.1, idle_timeout_s=0.1)) as server:
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.sendall(get("/", header))
+                await served(server.state, 1)
+                while server.state.connections or server.state.tasks:
+                    await asyncio.sleep(0.01)
+
+    run(main())
+
+
+async def test_the_generation_of_a_client_that_does_not_read_ends_with_its_connection() -> None:
+    """However much is still to come: nobody waits for it."""
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher), HttpLimits(send_timeout_s=0.1)) as server:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            body = b'{"model": "%s", "prompt": "x", "stream": true}' % MODEL.encode()
+            client.sendall(post(COMPLETIONS, body))
+            generation = await dispatcher.next_generation(0)
+            delta = tokens(*ids("\x01" * 50_000))  # 300 kB of JSON
+            while not generation.aborted:
+                if generation.num_unread < 2:
+                    generation.put(delta)
+                await asyncio.sleep(0.001)
+            while server.state.connections or server.state.tasks:
+                await asyncio.sleep(0.001)
+
+
+def test_a_client_that_reads_too_slowly_is_dropped() -> None:
+    """F33. It never reads nothing for as long as it may, but far less than --min-send-rate."""
+    size = 64 << 20
+
+    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async def main() -> None:
+        loop, limits = asyncio.get_running_loop(), HttpLimits(send_timeout_s=0.2, min_send_rate=40 << 20)
+        async with serving(large_app, limits) as server:
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.setblocking(False)
+                await loop.sock_sendall(client, get("/"))
+                await served(server.state, 1)
+                while server.state.connections:
+                    with contextlib.suppress(ConnectionError):
+                        await loop.sock_recv(client, 64 << 10)  # more than nothing every time
+                    await asyncio.sleep(0.05)
+
+    run(main())
+
+
+@pytest.mark.parametrize("behind", [get("/version"), get("/version") * 3000, b"GET /version HTTP/1.1\r\nx: "])
+async def test_a_client_that_sends_ahead_and_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch, behind: bytes) -> None:
+    """F34. Nothing is read behind a request under way, so its end is not, either."""
+    monkeypatch.setattr(paused_body, "CHECK_S", 0.01)
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher)) as server:
+        async with connected(server.port) as client:
+            await client.send(post(COMPLETIONS, PROMPT))
+            generation = await dispatcher.next_generation(0)
+            await client.send(behind)
+            while not next(iter(server.state.connections)).flow.read_paused and len(behind) > 30:
+                await asyncio.sleep(0)
+        await generation.over.wait()
+        assert generation.aborted
+
+
+def test_a_client_that_reads_slowly_gets_everything() -> None:
+    """Longer than it may read nothing, but never without a byte for so long."""
+    size = 2 << 20
+
+    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async def main() -> None:
+        async with serving(large_app, HttpLimits(send_timeout_s=2.0)) as server, connected(server.port) as client:
+            await client.send(get("/", "connection: close"))
+            for _ in range(12):
+                assert len(await client.reader.readexactly(size // 16)) == size // 16
+                await asyncio.sleep(0.2)
+            assert len(await client.reader.read()) > size // 8
+            assert client.reader.at_eof()
+
+    run(main())
+
+
+async def test_too_many_connections_are_told_so() -> None:
+    async with (
+        serving(slow_app, max_connections=2) as server,
+        connected(server.port) as one,
+        connected(server.port) as two,
+    ):
+        for client in (one, two):
+            await client.send(get("/"))
+        await served(server.state, 2)
+        async with connected(server.port) as third:
+            await third.send(get("/health"))
+            reply = await third.reply()
+            assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+            assert reply.error()["code"] == "server_busy"
+            assert await third.at_end()
+
+
+async def served(state: ServerState, number: int) -> None:
+    """Until so many requests are with the application."""
+    while len(state.tasks) < number:
+        await asyncio.sleep(0)
+
+
+async def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connections, "_EVICTABLE_S", 0.0)
+    async with serving(make_app(FakeDispatcher()), max_connections=10) as server:
+        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
+        async with connected(server.port) as client:
+            await client.send(get("/health"))
+            assert (await client.reply()).status == 200
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_body_that_does_not_come_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow senders hold all connections: the oldest one goes. What is being served never does."""
+    monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
+    half = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n" + b" " * 40
+    dispatcher, bodies = FakeDispatcher(), ByteBudget(64 << 20, "bytes")
+    app = make_app(dispatcher, bodies=bodies)
+    async with (
+        serving(app, bodies=bodies, max_connections=3) as server,
+        connected(server.port) as served_one,
+        connected(server.port) as oldest,
+        connected(server.port) as other,
+    ):
+        await served_one.send(post(COMPLETIONS, PROMPT))
+        generation = await dispatcher.next_generation(0)
+        for number, slow in enumerate((oldest, other), 1):
+            await slow.send(half)
+            while bodies.held < 40 * number:
+                await asyncio.sleep(0)
+        async with connected(server.port) as client:
+            await client.send(get("/health"))
+            assert (await client.reply()).status == 200
+        assert await oldest.at_end()
+        await other.send(PROMPT.ljust(60))
+        (await dispatcher.next_generation(1)).put(tokens(*ids("ab"), end="stop"))
+        assert (await other.reply()).status == 200
+        generation.put(tokens(*ids("ab"), end="stop"))
+        assert (await served_one.reply()).status == 200
+
+
+async def test_what_is_served_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
+    await test_too_many_connections_are_told_so()
+
+
+LARGE = bytes(16 << 20)
+"""More than the kernel takes of a client that does not read."""
+
+
+@contextlib.asynccontextmanager
+async def unread(request: bytes, drain: Drain | None = None) -> AsyncIterator[tuple[Serving, Client]]:
+    """A server that has written a large answer to a client that has not read it."""
+    written = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % len(LARGE))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": LARGE})
+        written.set()
+
+    async with serving(drain.counted(app) if drain else app) as server, connected(server.port) as client:
+        await client.send(request)
+        await written.wait()
+        yield server, client
+
+
+WAYS = pytest.mark.parametrize(
+    "request_bytes",
+    [get("/"), get("/", "connection: close"), b"GET / HTTP/1.0\r\n\r\n"],
+    ids=["keep-alive", "close", "HTTP/1.0"],
+)
+
+
+@WAYS
+async def test_a_stop_does_not_cut_an_answer_that_is_still_read(request_bytes: bytes) -> None:
+    async with unread(request_bytes) as (server, client):
+        for connection in list(server.state.connections):
+            connection.shutdown()
+        assert len((await client.reply()).body) == len(LARGE)
+        assert await client.at_end()
+
+
+@WAYS
+async def test_a_drain_waits_until_answers_are_read(request_bytes: bytes) -> None:
+    """uvicorn would cut the connection a second after it was told to end."""
+    drain = Drain(Admission(cast(Dispatcher, FakeDispatcher())))
+    async with unread(request_bytes, drain) as (server, client):
+        assert await drain.wait_idle(0.0)
+        uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(FakeDispatcher())))
+        dispatcher = mock.Mock(spec=Dispatcher)
+        stopping = _Stopping(uvicorn_server, dispatcher, drain, server.room, 20.0)
+        stopping.on_signal()
+        await client.reader.readexactly(1 << 20)
+        assert not uvicorn_server.should_exit
+        assert not dispatcher.close.called
+        assert len(await client.reader.read()) > len(LARGE) - (1 << 20)
+        while not uvicorn_server.should_exit:
+            await asyncio.sleep(0)
+
+
+async def test_a_drain_waits_no_longer_than_it_may_for_a_client_that_does_not_read() -> None:
+    async with unread(get("/")) as (server, _), connected(server.port) as idle:
+        while len(server.state.connections) < 2:
+            await asyncio.sleep(0)
+        assert await server.room.send_rest(0.01) == 1
+        assert await idle.at_end()
+
+
+def test_there_is_room_for_what_is_no_connection() -> None:
+    assert connection_limit(100, 10_000, 4) == 100
+    assert 100 < connection_limit(8192, 256, 4) < 256 - 32
+    assert connection_limit(8192, 16, 4) >= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"max_headers": 0}, "max_headers"),
+        ({"header_timeout_s": float("inf")}, "header_timeout_s"),
+        ({"max_body_bytes": 100 << 20}, "max_body_memory"),
+        ({"max_url_bytes": 1 << 20}, "max_header_bytes"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(fields: dict, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        HttpLimits(**fields)
+
+
+def test_a_client_has_the_address_that_it_has_and_not_the_one_that_it_says() -> None:
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope["client"][0], scope["scheme"]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main() -> None:
+        async with serving(app) as server, connected(server.port) as client:
+            await client.send(get("/", f"x-forwarded-for: {'192.0.2.1' * 999}", "x-forwarded-proto: https"))
+            assert (await client.reply()).status == 200
+
+    run(main())
+    assert seen == [("127.0.0.1", "http")]
