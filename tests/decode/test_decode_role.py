@@ -1,9 +1,11 @@
 """Remote loads on the decode side: admission, tickets, the join with the first token, fallback, release."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
+from state_machine.standin_store import STAND_IN_STORE
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import TransferOutcome
@@ -49,8 +51,13 @@ class Pair:
             kv_load_failure_policy=policy,  # type: ignore[arg-type]
         )
         options = {"fabric": name, "mode": mode}
-        self.prefill = make_core(name="p", options=options, handoff=handoff, num_blocks=num_blocks)
-        self.decode = make_core(name="d", options=options, handoff=handoff, num_blocks=num_blocks)
+        fields: dict[str, Any] = {
+            "connector": STAND_IN_STORE if mode == "store" else "memory",
+            "options": options,
+            "handoff": handoff,
+        }
+        self.prefill = make_core(name="p", num_blocks=num_blocks, **fields)
+        self.decode = make_core(name="d", num_blocks=num_blocks, **fields)
         for core in (self.prefill, self.decode):
             core.handle("r", Peers([self.prefill.card, self.decode.card]), 0.0)
             self.run(core)

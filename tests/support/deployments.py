@@ -50,10 +50,10 @@ def link_text_model(model_dir: Path, path: Path) -> Path:
 class Running(Deployment):
     """With what tests ask of it."""
 
-    def get(self, path: str) -> httpx.Response:
-        """GET a path of the router; of engines, what they say now."""
-        fresh = "?fresh=true" if path in ("/metrics", "/topology") else ""
-        return httpx.get(self.url + path + fresh, timeout=30, verify=NO_AUTHORITIES)
+    def get(self, path: str, *, fresh: bool = True) -> httpx.Response:
+        """GET a path of the router. `fresh`: of engines, what they say now, which is awaited for two seconds."""
+        query = "?fresh=true" if fresh and path in ("/metrics", "/topology") else ""
+        return httpx.get(self.url + path + query, timeout=30, verify=NO_AUTHORITIES)
 
     def complete(self, prompt: str | list[int], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         """POST /v1/completions, greedy."""

@@ -66,7 +66,7 @@ def test_a_failed_load_spoils_nothing_that_another_request_saves() -> None:
     here.finish_step(here.executor.execute(plan), 0.0)
     messages = run(here)
     assert output_of(messages, "sound") == output_of(messages, "spoilt") == expected_tokens(prompt, 1)
-    reader = make_core(name="reader", options=options, num_blocks=32)
+    reader = make_core(name="reader", connector=STAND_IN_STORE, options=options, num_blocks=32)
     reader.handle("r", submit(prompt, max_tokens=3), 0.0)
     messages = run(reader)
     assert [m.sources.store for m in messages if isinstance(m, Finished)] == [32]
