@@ -57,7 +57,7 @@ class InTurn(StepLoop):
         self._core.wake()
 
     def turn(self) -> None:
-        if self._core.begin_report():
+        if self._core.reports.begin():
             self._core.settle(self._core.executor.report())
         now = self._clock.now()
         if self._is_step_due(now):
@@ -81,7 +81,7 @@ class Ahead(StepLoop):
         self._least_s = least_s
         self._most = max_steps_ahead + 1  # under way at once, as the last plan leaves it
         self._goes_on = False  # the last plan had somebody in it
-        core.workers = orders
+        core.peers.workers = orders
 
     @property
     def is_idle(self) -> bool:
@@ -101,7 +101,7 @@ class Ahead(StepLoop):
 
     def turn(self) -> None:
         self.take_in(self._clock.now())
-        if self._core.begin_report():
+        if self._core.reports.begin():
             self._orders.ask_report()
         while not self.is_full and self._is_step_due(now := self._clock.now()):
             if self.plan(now):
@@ -128,7 +128,7 @@ class Ahead(StepLoop):
             elif isinstance(result, Ended):
                 self._core.settle(result)
             else:
-                self._core.peers_refused(*result.peers, result.error)
+                self._core.peers.refused(*result.peers, result.error)
 
     def plan(self, now: float) -> bool:
         """Plan one step. Returns whether it was short and has been run here."""
@@ -156,7 +156,7 @@ class _AheadOnThread(Ahead):
 
     def close(self) -> None:
         self._thread.close()
-        self._core.workers = self._core.executor
+        self._core.peers.workers = self._core.executor
 
 
 def make_step_loop(

@@ -5,7 +5,7 @@ import logging
 import msgspec
 import pytest
 
-from pdkv.engine.core import MAX_KEYS_PER_EVENTS
+from pdkv.engine.reports import MAX_KEYS_PER_EVENTS
 from pdkv.errors import RankGone
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.sampling.params import SamplingParams

@@ -29,7 +29,7 @@ def test_a_deadline_that_passes(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_message_that_cannot_be_handled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     core = make_core()
-    monkeypatch.setattr(core, "_submit", lambda *_: 1 // 0)
+    monkeypatch.setattr(core._book, "submit", lambda *_: 1 // 0)
     core.handle_guarded("r", named(), 1.0)
     assert f"dropped a Submit from router r about {NAME}: " in caplog.text
 

@@ -53,7 +53,7 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float) ->
     for _ in range(1000):
         world = run_schedule(rng.randbytes(rng.randint(200, 500)), pair)
         for engine in world.engines.values():
-            load = engine.core._make_load()
+            load = engine.core.reports.make_load()
             seen["remote"] += load.sources.remote
             seen["failed loads"] += load.load_failures
             assert isinstance(engine.core.external.connector, MultiScheduler)

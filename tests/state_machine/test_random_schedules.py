@@ -61,7 +61,7 @@ def test_any_schedule_of_a_model_with_windows(pair: Pair, groups: tuple[KVGroup,
         if number >= NUM_SCHEDULES_WITH_WINDOWS * thoroughness and num_loaded:
             break
         world = run_schedule(rng.randbytes(rng.randint(40, 500)), pair, partial(World, forward=StandIn(groups)))
-        num_loaded += sum(engine.core._make_load().sources.remote for engine in world.engines.values())
+        num_loaded += sum(engine.core.reports.make_load().sources.remote for engine in world.engines.values())
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -92,7 +92,7 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
     for _ in range(1000):
         world = run_schedule(rng.randbytes(rng.randint(200, 500)), pair)
         for engine in world.engines.values():
-            load = engine.core._make_load()
+            load = engine.core.reports.make_load()
             seen["preemptions"] += load.preemptions
             seen["remote"] += load.sources.remote
             seen["failed loads"] += load.load_failures

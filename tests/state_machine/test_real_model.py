@@ -38,7 +38,7 @@ def test_a_real_model_says_the_right_tokens_in_any_schedule(pair: tuple[str, str
         most_ahead.add(world.most_ahead)
         num_finished += sum(client.flow.finish_reason is not None for client in world.clients)
         for engine in world.engines.values():
-            sources = engine.core._make_load().sources
+            sources = engine.core.reports.make_load().sources
             num_loaded += sources.remote + sources.store
     assert most_ahead == {*range(LAGS)}
     assert num_finished

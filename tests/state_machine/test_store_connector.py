@@ -53,7 +53,7 @@ def test_a_store_may_be_late_lose_and_fail_whatever_it_likes(pair: tuple[str, st
         )
         num_finished += sum(client.flow.finish_reason is not None for client in world.clients)
         for engine in world.engines.values():
-            report = engine.core._make_load()
+            report = engine.core.reports.make_load()
             num_loaded += report.sources.remote + report.sources.store
             num_failed += report.load_failures
     assert num_finished

@@ -7,10 +7,11 @@ from pdkv.config import HandoffConfig, Preemption
 from pdkv.connectors.base import SchedulerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.decode.role import DecodeRole
-from pdkv.engine.core import EngineCore, Outbox
+from pdkv.engine.core import EngineCore
 from pdkv.engine.grammar_wait import GrammarStore, GrammarWait
 from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager
+from pdkv.engine.outbox import Outbox
 from pdkv.engine.outside.external import ExternalKV
 from pdkv.engine.outside.swap import SwapRule
 from pdkv.engine.scheduler import Scheduler, SchedulerLimits

@@ -57,7 +57,7 @@ def test_what_lies_before_the_gap_is_used_and_the_rest_is_computed(load: str, lo
     messages = run(here)
     assert output_of(messages, "a") == expected_tokens(PROMPT, 3)
     assert sources(messages) == SourceCounts(0, 33 - 4 * lost, 0, 0, 4 * lost)
-    report = here._make_load()
+    report = here.reports.make_load()
     assert (report.partial_loads, report.load_failures) == (1, 0)
     assert at_rest(here)
     assert here.scheduler.queues._num_places_taken == 0
@@ -152,7 +152,7 @@ def test_a_hand_off_of_which_a_part_came_does_as_the_policy_says(load: str, poli
     else:
         assert first_token + output_of(messages, "a") == expected_tokens(PROMPT, 3)
         assert sources(messages) == SourceCounts(0, 13, 0, 20, 0)
-    assert here._make_load().load_failures == 1
+    assert here.reports.make_load().load_failures == 1
     assert at_rest(here)
 
 
@@ -178,7 +178,7 @@ def test_an_answer_that_comes_while_steps_are_full_is_used(answers: bool, monkey
     messages = run(here)
     assert output_of(messages, "a") == expected_tokens(PROMPT, 3)
     assert sum(m.sources.store for m in of_type(messages, Finished)) == (32 if answers else 0)
-    assert here._make_load().load_failures == (not answers)
+    assert here.reports.make_load().load_failures == (not answers)
     assert at_rest(here)
 
 

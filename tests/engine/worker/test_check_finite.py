@@ -110,7 +110,7 @@ def test_only_requests_with_the_poisoned_token_fail(
         assert failed(messages) == set(POISONED)
         assert not [m for m in of_type(messages, Tokens) if m.request_id in POISONED]
         check_clean(core, messages, expected)
-    assert core._make_load().non_finite_requests == 2 * len(POISONED)
+    assert core.reports.make_load().non_finite_requests == 2 * len(POISONED)
     pool, blocks = kv_pool(core), core.scheduler.kv.pool
     cached = [block for block in range(blocks.num_blocks) if blocks.has_content(block)]
     assert cached
@@ -210,7 +210,7 @@ def test_without_it_a_prefix_is_cached_as_if_nothing_came_behind(
         run(core)
     send(core, {f"clean-{i}": prompt for i, prompt in enumerate(CLEAN)})
     check_clean(core, run(core), expected)
-    assert core._make_load().sources.local_hit >= 48 + 32
+    assert core.reports.make_load().sources.local_hit >= 48 + 32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -245,5 +245,5 @@ def test_parameters_that_leave_no_token_fail_their_request(
     (failure,) = of_type(messages, Failed)
     assert (failure.request_id, failure.code, failure.retryable) == ("overflows", InvalidRequest.code, False)
     assert "no token can be chosen" in failure.message
-    assert core._make_load().non_finite_requests == 0
+    assert core.reports.make_load().non_finite_requests == 0
     check_clean(core, messages, expected[:1])

@@ -105,7 +105,7 @@ def count(world: World) -> Counter[str]:
     )
     seen[_ahead(world.most_ahead)] += 1
     for engine in world.engines.values():
-        load, proposer = engine.core._make_load(), getattr(engine.core.executor, "proposer", None)
+        load, proposer = engine.core.reports.make_load(), getattr(engine.core.executor, "proposer", None)
         assert isinstance(proposer, RandomProposer)
         seen += Counter(
             {

@@ -17,6 +17,7 @@ from pdkv.engine.outside.loads import Loads
 from pdkv.engine.plan import SampledTokens, StepOutput
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
+from pdkv.engine.request_book import RequestBook
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import PeerGone, TransferError
@@ -258,9 +259,9 @@ def tokens_behind_the_stop(patch: Patch) -> None:
     """What a step in flight draws for a request that has ended is told as well."""
     update = EngineCore.finish_step
     ended: dict[RequestKey, Request] = {}
-    forget = EngineCore._forget
+    forget = RequestBook._forget
 
-    def remember(self: EngineCore, request: Request) -> None:
+    def remember(self: RequestBook, request: Request) -> None:
         ended[request.key] = request
         forget(self, request)
 
@@ -271,7 +272,7 @@ def tokens_behind_the_stop(patch: Patch) -> None:
             position, tokens = len(ended[key].output_token_ids), output.sampled[key].token_ids
             self._outbox(ended[key].router_id, Tokens(*key, position, tokens))
 
-    patch.setattr(EngineCore, "_forget", remember)
+    patch.setattr(RequestBook, "_forget", remember)
     patch.setattr(EngineCore, "finish_step", broken)
 
 

@@ -1,0 +1,66 @@
+"""The other engines, as the routers tell of them."""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdkv.connectors.base import SchedulerConnector
+from pdkv.engine.reports import Counters
+from pdkv.wire.messages import EngineCard
+
+logger = logging.getLogger(__name__)
+
+
+class Workers(Protocol):
+    """Who is told which engines came and went: the executor, or who passes it on to the executor's thread."""
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None: ...
+
+
+class PeerTable:
+    """Which engines are there: the connector's two sides are told of every change."""
+
+    def __init__(
+        self, card: EngineCard, connector: SchedulerConnector | None, workers: Workers, counters: Counters
+    ) -> None:
+        self.workers = workers
+        self.counters = counters
+        self._engine = card.engine
+        self._connector = connector
+        self._cards: dict[str, Sequence[EngineCard]] = {}  # by router, the last that spoke at the end
+        self._peers: dict[str, EngineCard] = {}  # by epoch
+
+    def router_left(self, router_id: str) -> None:
+        """What only that router knew is gone."""
+        if self._cards.pop(router_id, None) is not None:
+            self._update()
+
+    def take_cards(self, router_id: str, cards: Sequence[EngineCard]) -> None:
+        """A router tells all engines that it knows. Raises what the connector raises; then all is as it was before."""
+        before = dict(self._cards)
+        self._cards.pop(router_id, None)
+        self._cards[router_id] = cards
+        try:
+            self._update()
+        except Exception:
+            self._cards = before
+            raise
+
+    def _update(self) -> None:
+        """Connect to new incarnations and tear down those that no router knows any more."""
+        cards = [card for known in self._cards.values() for card in known]
+        peers = {card.epoch: card for card in cards if card.engine != self._engine}
+        added = [card for epoch, card in peers.items() if epoch not in self._peers]
+        removed = [card for epoch, card in self._peers.items() if epoch not in peers]
+        if self._connector is not None:
+            self._connector.update_peers(list(peers.values()))
+            self.workers.update_peers(added, removed)
+        self._peers = peers
+
+    def refused(self, added: Sequence[EngineCard], removed: Sequence[EngineCard], error: Exception) -> None:
+        """The workers could not stand that change, which they were told of a while ago: the next one says it again."""
+        self.counters.dropped_messages += 1
+        logger.error("the connector's workers refused a change of peers: %s", error, exc_info=error)
+        for card in added:
+            self._peers.pop(card.epoch, None)
+        self._peers.update((card.epoch, card) for card in removed)

@@ -1,0 +1,253 @@
+"""The requests of an engine, from Submit to their end."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from pdkv.base.log_fields import RequestName
+from pdkv.connectors.base import TransferKey
+from pdkv.engine.grammar_wait import GrammarWait
+from pdkv.engine.hooks import PrefillHooks
+from pdkv.engine.intake import Prepared, root_of
+from pdkv.engine.lending import lend
+from pdkv.engine.outbox import Outbox
+from pdkv.engine.plan import StepOutput
+from pdkv.engine.reports import Counters
+from pdkv.engine.request import Request, name_of
+from pdkv.engine.scheduler import Drawn, Scheduler
+from pdkv.engine.stopping import StopRules
+from pdkv.errors import GrammarGivenUp, InvalidRequest, KVNotFound, PdkvError, RequestTimeout, ServerBusy
+from pdkv.wire.frames import key_of
+from pdkv.wire.lending import lent_id
+from pdkv.wire.messages import (
+    MAX_ERROR_CHARS,
+    PROBE_SALT,
+    EngineCard,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    RequestKey,
+    RouterToEngine,
+    SourceCounts,
+    Submit,
+    Tokens,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_TOMBSTONES = 4096
+"""Aborts that overtook their Submit, and ended attempts, that are remembered."""
+
+_FAILURE_LEVELS = dict.fromkeys((RequestTimeout.code, InvalidRequest.code, GrammarGivenUp.code), logging.INFO)
+"""Of the log line of a request that failed: those are the client's doing, as far as an engine can tell."""
+
+
+class RequestBook:
+    """Live requests, and the attempts that are over: what is said to them later is dropped."""
+
+    def __init__(
+        self,
+        card: EngineCard,
+        scheduler: Scheduler,
+        prefill: PrefillHooks,
+        grammars: GrammarWait,
+        stop_rules: StopRules,
+        outbox: Outbox,
+        counters: Counters,
+    ) -> None:
+        self.live: dict[RequestKey, Request] = {}
+        self.counters = counters
+        self._card = card
+        self._scheduler = scheduler
+        self._prefill = prefill
+        self._grammars = grammars
+        self._stop_rules = stop_rules
+        self._outbox = outbox
+        self._attempts: dict[str, int] = {}  # live requests' attempt
+        self._transfers: dict[TransferKey, RequestKey] = {}  # live requests' transfers
+        self._ended: OrderedDict[RequestKey, None] = OrderedDict()
+
+    def submit(self, router_id: str, submit: Submit, now: float, prepared: Prepared | None) -> None:
+        """Take a request in, or say why not."""
+        key = (submit.request_id, submit.attempt)
+        live = self._attempts.get(submit.request_id)
+        if key in self._ended or (live is not None and live >= submit.attempt):
+            self.counters.dropped_messages += 1
+            return
+        older = None if live is None else self.live[(submit.request_id, live)]
+        try:
+            self._check(router_id, submit, older, prepared)
+        except InvalidRequest as error:
+            self._refuse(router_id, key, error)
+            return
+        if older is not None:
+            self.abort(older)
+        root, keys = (root_of(self._card, submit), ()) if prepared is None else prepared[:2]
+        request = Request(submit, router_id, root, now, keys)
+        request.end_at = min(request.end_at, self._stop_rules.max_len)
+        if logger.isEnabledFor(logging.DEBUG):
+            sizes = len(submit.prompt_token_ids), len(submit.output_token_ids)
+            logger.debug("request %s: %d prompt and %d output tokens, kv %s", request.name, *sizes, submit.kv)
+        reason, stop_token_id = self._stop_rules.ended(request)
+        if reason is not None:
+            self._outbox(router_id, Finished(*key, reason, SourceCounts(), stop_token_id))
+            self._remember(key)
+            return
+        if submit.until == "cached":
+            try:
+                lend(request, self._scheduler, self._prefill, now)
+            except KVNotFound as error:
+                self._refuse(router_id, key, error)
+            self._remember(key)
+            return
+        try:
+            may_start = self._grammars.add(request)
+        except PdkvError as error:
+            self._refuse(router_id, key, error)
+            return
+        self.live[key] = request
+        self._attempts[submit.request_id] = submit.attempt
+        self._transfers[request.transfer_key] = key
+        if may_start:
+            self._scheduler.add(request)
+
+    def _refuse(self, router_id: str, key: RequestKey, error: PdkvError) -> None:
+        """A Submit cannot be served."""
+        self._outbox(router_id, _failed(key, error))
+
+    def take_grammars(self) -> None:
+        """Those whose grammar is there wait with all others from now on; those whose mask is there go on."""
+        for request, error in self._grammars.take_answers():
+            if error is None:
+                self._scheduler.add(request)
+            else:
+                logger.info("request %s failed: %s: %s", request.name, error.code, error)
+                self._outbox(request.router_id, _failed(request.key, error))
+                self.abort(request)
+        if self._grammars.resume():
+            self._scheduler.go_on()
+
+    def _check(self, router_id: str, submit: Submit, older: Request | None, prepared: Prepared | None) -> None:
+        """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
+        bounds = None if prepared is None else (prepared.lowest, prepared.highest)
+        self._stop_rules.check(submit, has_connector=self._scheduler.external.connector is not None, bounds=bounds)
+        if older is not None and older.router_id != router_id:
+            raise InvalidRequest(f"request {submit.request_id} belongs to another router", param="request_id")
+        transfer = (submit.transfer_id, submit.attempt)
+        if transfer in self._transfers or self._prefill.holds(transfer):
+            raise InvalidRequest(f"transfer {submit.transfer_id} belongs to another request", param="transfer_id")
+        wanted = lent_id(submit.transfer_id) if submit.kv == "handoff" else submit.transfer_id
+        if submit.handoff is not None and submit.handoff.transfer_id != wanted:
+            text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {wanted}"
+            raise InvalidRequest(text, param="handoff")
+        if submit.handoff is not None and submit.handoff.attempt > submit.attempt:
+            text = f"the hand-off is of attempt {submit.handoff.attempt}, which comes after attempt {submit.attempt}"
+            raise InvalidRequest(text, param="handoff")
+
+    def go_on(self, request: Request, token_ids: Sequence[int]) -> None:
+        """The first token is known; what follows is drawn here."""
+        try:
+            self._stop_rules.check_continue(request, token_ids)
+        except InvalidRequest as error:
+            self.fail(request, error.code, str(error), False)
+            return
+        request.output_token_ids += token_ids
+        self._scheduler.loads.wake(request)
+        self._scheduler.go_on()  # it may be among those that wait
+
+    def abort_attempt(self, router_id: str, key: RequestKey) -> None:
+        """That attempt is over, whether it is live, has ended, or is still to come."""
+        request = self.live.get(key)
+        if request is not None and request.router_id != router_id:
+            self.counters.dropped_messages += 1
+        elif request is not None:
+            self.abort(request)
+        elif self._attempts.get(key[0], -1) < key[1]:
+            self._remember(key)
+
+    def end(self, request: Request) -> None:
+        """A request has its answer here."""
+        if request.submit.cache_salt != PROBE_SALT:
+            self.counters.add(request.sources())
+        self._forget(request)
+
+    def abort(self, request: Request) -> None:
+        """A request is over without one."""
+        self._scheduler.external.aborted(request.transfer_key, cancel_sending=True)
+        self._forget(request)
+
+    def fail(self, request: Request, code: str, message: str, retryable: bool) -> None:
+        """Tell the request's router why, and abort it."""
+        logger.log(_FAILURE_LEVELS.get(code, logging.WARNING), "request %s failed: %s: %s", request.name, code, message)
+        self._outbox(request.router_id, Failed(*request.key, code, message[:MAX_ERROR_CHARS], retryable))
+        self.abort(request)
+
+    def fail_rejected(self) -> None:
+        """Requests whose load failed under the policy "fail"."""
+        rejected, self._scheduler.loads.rejected = self._scheduler.loads.rejected, []
+        for request, outcome in rejected:
+            self.fail(request, outcome.code, f"the KV of the prompt could not be loaded: {outcome.code}", True)
+
+    def _forget(self, request: Request) -> None:
+        if not self._grammars.remove(request):
+            self._scheduler.remove(request)
+        del self.live[request.key]
+        del self._attempts[request.submit.request_id]
+        self._transfers.pop(request.transfer_key, None)
+        self._remember(request.key)
+
+    def _remember(self, key: RequestKey) -> None:
+        self._ended[key] = None
+        if len(self._ended) > MAX_TOMBSTONES:
+            self._ended.popitem(last=False)
+
+    def advance(self, drawn: Drawn, output: StepOutput, now: float) -> None:
+        """New tokens leave; the request ends, is handed off, or goes on."""
+        request, sampled, position, reason = drawn.request, drawn.sampled, drawn.position, drawn.reason
+        key = request.key
+        token_ids = request.output_token_ids[position:]
+        logprobs = sampled.logprobs[: len(token_ids)] if sampled.logprobs is not None else None
+        sources = request.sources() if position == 0 else None
+        of_prompt = output.prompt_logprobs.get(key) if output.prompt_logprobs else None
+        prompt_logprobs = PromptLogprobs.of(of_prompt) if of_prompt is not None else None
+        tokens = Tokens(key[0], key[1], position, token_ids, logprobs, prompt_logprobs, sources)
+        self._outbox(request.router_id, tokens)
+        if reason is not None:
+            self._scheduler.external.finished(request)
+            if request.ticket is not None:  # nobody waits for the KV any more
+                self._scheduler.external.aborted(request.transfer_key, cancel_sending=True)
+            self._outbox(
+                request.router_id, Finished(*key, reason, request.sources(), drawn.stop_token_id, *request.times(now))
+            )
+            self.end(request)
+        elif request.submit.until == "first_token":
+            self._scheduler.external.report_confirmed(request, last=True)
+            decision = self._scheduler.external.finished(request)
+            self._prefill.handed_off(request, decision, now)
+            self.end(request)
+
+    def name_of(self, message: RouterToEngine) -> "RequestName | str":
+        """What a message is about, for a log line."""
+        key = key_of(message)
+        request = self.live.get(key) if key is not None else None
+        if request is not None:
+            return request.name
+        if isinstance(message, Submit):
+            return name_of(message)
+        return RequestName(*key) if key is not None else "no request"
+
+    def router_left(self, router_id: str) -> None:
+        """Abort that router's."""
+        for request in [r for r in self.live.values() if r.router_id == router_id]:
+            self.abort(request)
+
+    def expire(self, now: float) -> None:
+        """Fail requests past their deadline."""
+        for request in [r for r in self.live.values() if r.deadline <= now]:
+            self.fail(request, RequestTimeout.code, f"the deadline of {request.submit.timeout_s} s passed", False)
+
+
+def _failed(key: RequestKey, error: PdkvError) -> Failed:
+    """Why a request cannot be served here. Another engine may have less to do."""
+    param = error.param or "" if isinstance(error, InvalidRequest) else ""
+    return Failed(*key, error.code, str(error)[:MAX_ERROR_CHARS], isinstance(error, ServerBusy), param)
