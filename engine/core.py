@@ -89,7 +89,6 @@ class EngineCore:
         self.requests = self._book.live
         self._outbox = outbox
         self._shutdown = shutdown
-        self._dirty = False
         self._next_expiry = 0.0
         self._next_load = 0.0
         self._log_limit = LogLimit()
@@ -107,8 +106,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would change something now; otherwise wait for a message, `wake` or the next deadline."""
-        scheduled = self.scheduler.queues.needs_step or self.external.has_news
-        return self._dirty or scheduled or self.grammars.has_answers
+        return self.scheduler.queues.needs_step or self.external.has_news or self.grammars.has_answers
 
     def wake(self) -> None:
         """The connector's notify: what has ended is settled now. A step follows only where a request may go on.
@@ -146,7 +144,6 @@ class EngineCore:
         """The executor's next step. Two that were planned may be unfinished."""
         self.expire(now)
         self._book.take_grammars()
-        self._dirty = False
         self._last_step = now
         self.scheduler.queues.needs_step = False
         num_preemptions = self.scheduler.num_preemptions
@@ -233,7 +230,7 @@ class EngineCore:
         self.scheduler.trials.router_left(router_id)
         self._cache_orders.router_left(router_id)
         self.peers.router_left(router_id)
-        self._dirty = True
+        self.scheduler.queues.needs_step = True
 
     def handle_guarded(
         self, router_id: str, message: RouterToEngine, now: float, prepared: Prepared | None = None
@@ -268,7 +265,7 @@ class EngineCore:
             prepared: what is known already of a Submit's tokens.
         """
         if not isinstance(message, Continue | Release | AskReport):  # those say themselves whether anything follows
-            self._dirty = True
+            self.scheduler.queues.needs_step = True
         match message:
             case Submit():
                 self._book.submit(router_id, message, now, prepared)
