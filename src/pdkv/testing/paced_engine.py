@@ -34,6 +34,9 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _PR_SET_TIMERSLACK = 29
 _SLICE_NS, _SLACK_NS = 100_000, 1_000
 
+give_way = os.sched_yield
+"""Called in the midst of a step's work: on a host with more work than cores another engine's step may be over."""
+
 _AHEAD = 4
 """For so many steps at once is worked out where they look: requests end, begin, and enter a granule in between."""
 
@@ -92,6 +95,7 @@ class Pace:
     def begin(self, plan: StepPlan) -> None:
         """A step begins now."""
         self._began = self.clock.now()
+        give_way()
         new = {request.key for request in plan.new}
         self.new = {i: share.key for i, share in enumerate(plan.scheduled) if share.key in new}
         decodes = sum(share.num_scheduled - share.num_drafts == 1 for share in plan.scheduled)
@@ -117,6 +121,7 @@ class Pace:
         self.wait(1.0)
         took_s = self.clock.now() - self._began - self.stalled_s
         self.permille[round(took_s / self._seconds * 1000)] += 1
+        give_way()
 
 
 class _Looks(NamedTuple):
@@ -168,6 +173,7 @@ class PacedKV(AttentionBackend):
             self._begin = inputs.slots.tolist(), positions.tolist()
             self._step = 0
         self._folds = np.zeros(len(self._lengths), np.uint64)
+        give_way()
         return ModelInputs(_EMPTY, _EMPTY, None)
 
     def _look_ahead(self, most: int) -> _Looks:
@@ -192,6 +198,7 @@ class PacedKV(AttentionBackend):
     def compute(self, begin: int, end: int) -> None:
         """Those layers of the step."""
         stamps, inputs = self._stamps, self._inputs
+        give_way()
         _, behind, first, places, masks, weights = self._looks
         if not begin:
             before = self._words.take(behind[self._step]) ^ stamps.masks[0, 0]
@@ -216,6 +223,7 @@ class PacedKV(AttentionBackend):
         """The tokens behind the rows that were asked for."""
         if self._wrong:
             self._folds += np.array([self._wrong.get(s, 0) for s in self._slots.tolist()], np.uint64)
+        give_way()
         return answers(self._folds, self._lengths)
 
     def _place(self, slots: IntArray, positions: IntArray, parts: IntArray | int, words: IntArray | int) -> IntArray:
