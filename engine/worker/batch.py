@@ -118,34 +118,33 @@ class PersistentBatch:
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
         """Flatten a step; takes in new blocks. The cost in Python is a few lookups per request, the rest is numpy."""
         count = len(scheduled)
-        slots = np.fromiter((self._slots[s.key] for s in scheduled), np.int64, count)
-        num_computed = np.fromiter((s.num_computed for s in scheduled), np.int64, count)
-        num_scheduled = np.fromiter((s.num_scheduled for s in scheduled), np.int64, count)
-        samples = np.fromiter((s.samples for s in scheduled), np.bool_, count)
+        rows = [(self._slots[s.key], s.num_computed, s.num_scheduled, s.samples, s.num_drafts) for s in scheduled]
+        slots, num_computed, num_scheduled, samples, most = np.array(rows, np.int64).reshape(count, 5).T.copy()
         for s in scheduled:
             if s.new_block_ids:
                 self.append_blocks(self._slots[s.key], s.new_block_ids)
         num_drafts = np.zeros(count, np.int64)
         if self._has_drafts:  # fewer may be there than the plan reckoned with, and it may not know how far others came
-            most = np.fromiter((s.num_drafts for s in scheduled), np.int64, count)
             num_drafts = np.minimum(most, self.num_drafts[slots])
             num_computed = np.where(samples, self.num_tokens[slots] + most - num_scheduled, num_computed)
             num_scheduled = num_scheduled - most + num_drafts
         cu_seqlens_q = np.zeros(count + 1, dtype=np.int64)
-        np.cumsum(num_scheduled, out=cu_seqlens_q[1:])
-        # Token j of request i sits at num_computed[i] + j - cu_seqlens_q[i].
-        positions = np.arange(cu_seqlens_q[-1]) + np.repeat(num_computed - cu_seqlens_q[:-1], num_scheduled)
-        rows = np.repeat(slots, num_scheduled)
+        num_scheduled.cumsum(out=cu_seqlens_q[1:])
+        positions, of = num_computed, slots
+        if (num_tokens := int(cu_seqlens_q[-1])) != count:  # else each has one token, as nearly always
+            # Token j of request i sits at num_computed[i] + j - cu_seqlens_q[i].
+            positions = np.arange(num_tokens) + (num_computed - cu_seqlens_q[:-1]).repeat(num_scheduled)
+            of = slots.repeat(num_scheduled)
         blocks, offsets = np.divmod(positions, self.block_size)
         return StepInputs(
             slots=slots,
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=num_computed + num_scheduled,
-            token_ids=self.token_ids[rows, positions].astype(np.int64),
+            token_ids=self.token_ids[of, positions].astype(np.int64),
             positions=positions,
-            block_ids=self.block_tables[:, rows, blocks],
+            block_ids=self.block_tables[:, of, blocks],
             offsets=offsets,
             num_prompt=self.num_prompt[slots],
-            sampling=np.flatnonzero(samples),
+            sampling=samples.nonzero()[0],
             num_drafts=num_drafts,
         )

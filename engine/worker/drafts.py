@@ -49,7 +49,9 @@ class DrawRows(NamedTuple):
     def of(cls, inputs: StepInputs) -> "DrawRows":
         """All that a step has."""
         requests = inputs.sampling
-        last, seq_lens, slots = inputs.cu_seqlens_q[1:][requests] - 1, inputs.seq_lens[requests], inputs.slots[requests]
+        last, seq_lens, slots = inputs.cu_seqlens_q[1:] - 1, inputs.seq_lens, inputs.slots
+        if len(requests) < len(slots):
+            last, seq_lens, slots = last[requests], seq_lens[requests], slots[requests]
         if not inputs.num_drafts.any():
             return cls(requests, np.arange(len(requests)), last, slots, seq_lens)
         counts = inputs.num_drafts[requests] + 1

@@ -16,7 +16,7 @@ from pdkv.base.log_limit import LogLimit
 from pdkv.errors import MalformedMessage
 from pdkv.router.engines.beats import BeatReader, beats_endpoint
 from pdkv.wire.cluster_key import ClusterKey
-from pdkv.wire.engine_server import configure_socket
+from pdkv.wire.engine_server import configure_socket, is_readable
 from pdkv.wire.frames import (
     PIECE_BYTES,
     BadMessage,
@@ -71,10 +71,6 @@ BYTES_PER_TURN = PIECE_BYTES
 
 def _descriptor(socket: "zmq.Socket[bytes]") -> int:
     return cast(int, socket.getsockopt(zmq.FD))
-
-
-def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class EngineListener(Protocol):
@@ -240,7 +236,7 @@ class EngineClient:
             keys = iter([key for _, key in messages])
             for group in split(encoded for encoded, _ in messages):
                 self._send_frame(group, [key for key in islice(keys, len(group)) if key is not None])
-            if _is_readable(self._socket):  # the send may have swallowed the signal
+            if is_readable(self._socket):  # the send may have swallowed the signal
                 self._loop.call_soon(self._drain)
 
     def _send_frame(self, messages: list[msgspec.Raw], keys: list[RequestKey]) -> None:
@@ -250,7 +246,7 @@ class EngineClient:
         self._next_sent += 1
 
     def _read_monitor(self) -> None:
-        while self._monitor is not None and _is_readable(self._monitor):
+        while self._monitor is not None and is_readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             if event["event"] in _REFUSALS and self._key is not None:
                 self._note_refusal()
@@ -267,17 +263,17 @@ class EngineClient:
 
     def _drain(self) -> None:
         """Deliver as much as one turn of the event loop may, and see to it that there is another for the rest."""
-        socket = self._socket
+        socket, is_empty, size = self._socket, False, 0
         try:
-            size = 0
             for _ in range(FRAMES_PER_TURN):
                 received = self._receive() if self._socket is socket else 0
                 size += received
                 if not received or size >= BYTES_PER_TURN:
+                    is_empty = not received and self._socket is socket
                     return
         finally:  # after an exception of the listener, too, the next frame must be read
             if self._socket is not None:
-                if self._pieces is not None or _is_readable(self._socket):
+                if not is_empty and (self._pieces is not None or is_readable(self._socket)):
                     self._loop.call_soon(self._drain)
                 elif self._has_ended:
                     self._lost("the connection ended")
@@ -288,10 +284,9 @@ class EngineClient:
             return 0
         if self._pieces is not None:
             return self._deliver_piece()
-        try:
-            data = self._socket.recv_multipart(zmq.NOBLOCK)[0]
-        except zmq.Again:
+        if not is_readable(self._socket):
             return 0
+        data = self._socket.recv(zmq.NOBLOCK)
         try:
             pieces = frame_pieces(data) if len(data) > PIECE_BYTES else None
             frame = decode_frame(data) if pieces is None else next(pieces)
@@ -318,7 +313,7 @@ class EngineClient:
         return PIECE_BYTES
 
     def _deliver_frame(self, frame: ReceivedFrame) -> None:
-        messages = cast(list[RouterToEngine | EngineToRouter], frame.messages)
+        messages = cast("list[RouterToEngine | EngineToRouter]", frame.messages)
         if frame.has_bad:
             messages = [m for message in frame.messages if (m := self._checked(message)) is not None]
         if messages:

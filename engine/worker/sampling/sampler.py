@@ -188,9 +188,9 @@ class SamplingState:
         """Whether a draw in one of those slots needs the tokens before it on the host."""
         return bool(self._table["looks_back"][slots].any())
 
-    def is_plain(self, slots: NDArray[np.integer[Any]]) -> bool:
-        """Whether a draw in those slots changes no logits, and tells none."""
-        return bool(self._table["plain"][slots].all())
+    def is_plain(self, slot: int) -> bool:
+        """Whether a draw in that slot changes no logits, and tells none."""
+        return bool(self._table["plain"][slot])
 
     def logprobs(
         self, logits: torch.Tensor, slots: NDArray[np.integer[Any]], tokens: NDArray[np.int64]

@@ -27,6 +27,7 @@ GRANULE: Final = 16
 _VERSION = 1  # of stamps and answers
 _ANSWERS = range(2, 512)  # the default model's tokens that are not special
 _FACTOR = 0xD1342543DE82EF95  # odd, so that it has an inverse
+_MIX, _MIX_AGAIN, _WORD = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, (1 << 64) - 1
 _ANSWER, _WEIGHT, _MASK = (int.from_bytes(name, "little") for name in (b"answers_", b"weights_", b"masks___"))
 
 
@@ -120,8 +121,8 @@ class PacedSource(ModelSource):
 
 def mixed(words: Words) -> Words:
     """Each word's bits spread over all 64 (the finalizer of splitmix64)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(_MIX)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(_MIX_AGAIN)
     return words ^ (words >> np.uint64(31))
 
 
@@ -133,6 +134,7 @@ class Stamps:
     def __init__(self, profile: Profile) -> None:
         shape = profile.num_layers, 2 * profile.num_kv_heads
         self.masks = mixed(np.arange(1, 1 + shape[0] * shape[1], dtype=np.uint64) + np.uint64(_MASK)).reshape(shape)
+        self._factor = np.uint64(_FACTOR)
         powers = np.full(profile.max_model_len, _FACTOR, np.uint64)
         inverses = np.full(profile.max_model_len, pow(_FACTOR, -1, 1 << 64), np.uint64)
         powers[0] = inverses[0] = 1
@@ -145,7 +147,7 @@ class Stamps:
 
     def chain(self, token_ids: Ints, before: Words, starts: Ints) -> Words:
         """Stamps of tokens (n,) of several requests: the i-th one's begin at starts[i], behind the stamp before[i]."""
-        parts, offsets = self._tokens[token_ids], before * np.uint64(_FACTOR)
+        parts, offsets = self._tokens[token_ids], before * self._factor
         if len(starts) == len(token_ids):  # all decode
             return parts + offsets
         counts = np.diff(starts, append=len(token_ids))
@@ -163,10 +165,14 @@ def looked_at(granules: Ints, lengths: Ints) -> Ints:
     return positions
 
 
-def answers(folds: Words, lengths: Ints) -> Ints:
+def answers(folds: Words, lengths: Ints) -> list[int]:
     """The tokens behind so many others, whose stamps add up, by their weights, to that."""
-    hashes = mixed(folds + lengths.astype(np.uint64) + np.uint64(_ANSWER))
-    tokens: NDArray[np.int64] = (hashes % np.uint64(len(_ANSWERS))).astype(np.int64) + _ANSWERS.start
+    tokens = []
+    for fold, length in zip(folds.tolist(), lengths.tolist(), strict=True):  # few: numpy's ways are longer
+        word = (fold + length + _ANSWER) & _WORD
+        word = (word ^ (word >> 30)) * _MIX & _WORD
+        word = (word ^ (word >> 27)) * _MIX_AGAIN & _WORD
+        tokens.append((word ^ (word >> 31)) % len(_ANSWERS) + _ANSWERS.start)
     return tokens
 
 
@@ -180,7 +186,6 @@ def expected(profile: Profile, prompt: Sequence[int], num_tokens: int) -> list[i
     for length in range(len(prompt), len(prompt) + num_tokens):
         granules, lengths = np.arange(-(-length // GRANULE)), np.array([length])
         fold = (chain[looked_at(granules, lengths)] * weights[: len(granules)]).sum(dtype=np.uint64, keepdims=True)
-        answer = answers(fold, lengths)
-        tokens += answer.tolist()
-        chain = np.append(chain, stamps.chain(answer, chain[-1:], start))
+        tokens += answers(fold, lengths)
+        chain = np.append(chain, stamps.chain(np.array(tokens[-1:]), chain[-1:], start))
     return tokens

@@ -6,7 +6,7 @@ import os
 import platform
 from collections import Counter
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from pdkv.config import EngineConfig
 from pdkv.engine.plan import SampledTokens, StepPlan
 from pdkv.engine.worker.attention.backend import AttentionBackend, ModelInputs
 from pdkv.engine.worker.batch import IntArray, StepInputs
-from pdkv.engine.worker.drafts import DrawRows
 from pdkv.engine.worker.executor import InProcessExecutor, resolve_device
 from pdkv.engine.worker.finite_check import FiniteCheck
 from pdkv.engine.worker.pending import PendingStep
@@ -34,6 +33,12 @@ logger = logging.getLogger(__name__)
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _PR_SET_TIMERSLACK = 29
 _SLICE_NS, _SLACK_NS = 100_000, 1_000
+
+give_way = os.sched_yield
+"""Called in the midst of a step's work: on a host with more work than cores another engine's step may be over."""
+
+_AHEAD = 4
+"""For so many steps at once is worked out where they look: requests end, begin, and enter a granule in between."""
 
 _CERTAIN = 1e4
 """The answer's logit, where all others have 0: whatever a request's temperature, it is drawn."""
@@ -90,6 +95,7 @@ class Pace:
     def begin(self, plan: StepPlan) -> None:
         """A step begins now."""
         self._began = self.clock.now()
+        give_way()
         new = {request.key for request in plan.new}
         self.new = {i: share.key for i, share in enumerate(plan.scheduled) if share.key in new}
         decodes = sum(share.num_scheduled - share.num_drafts == 1 for share in plan.scheduled)
@@ -115,6 +121,18 @@ class Pace:
         self.wait(1.0)
         took_s = self.clock.now() - self._began - self.stalled_s
         self.permille[round(took_s / self._seconds * 1000)] += 1
+        give_way()
+
+
+class _Looks(NamedTuple):
+    """Where steps look: `num_steps` that follow each other, and each of g granules of r rows in each of l layers."""
+
+    num_steps: int
+    behind: IntArray  # (steps, requests) of the stamp behind which a request goes on
+    first: IntArray  # (r,) granule of each row
+    places: IntArray  # (l, steps, g) of the words
+    masks: Words  # (l, steps, g) theirs
+    weights: Words  # (l, g)
 
 
 class PacedKV(AttentionBackend):
@@ -129,26 +147,48 @@ class PacedKV(AttentionBackend):
         self._layer_words = self._pool[0, 0].size
         self._stamps = Stamps(pace.profile)
         self._pace = pace
+        none = np.zeros(0, np.int64)
+        self._looks = _Looks(0, none, none, none, none.astype(np.uint64), none.astype(np.uint64))
+        self._begin: tuple[list[int], list[int]] = [], []  # of these: slots and positions
+        self._step = 0  # of these
         self._wrong: dict[int, int] = {}  # by slot: of whom KV was not as it should be when it came
 
     def prepare(
         self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
     ) -> ModelInputs:
-        table, starts = block_tables[0], inputs.cu_seqlens_q[:-1]
-        self._inputs, self._table = inputs, table
-        rows = np.arange(len(inputs.positions)) if rows is None else rows
-        self._of = np.searchsorted(inputs.cu_seqlens_q, rows, side="right") - 1
-        self._lengths = inputs.positions[rows] + 1
-        counts = -(-self._lengths // GRANULE)
-        self._first = np.cumsum(counts) - counts
-        self._granules = np.arange(counts.sum()) - np.repeat(self._first, counts)
-        each = np.repeat(self._lengths, counts)
-        self._parts = each % self._pool.shape[2]
-        positions = looked_at(self._granules, each)
-        self._places = self._place(np.repeat(inputs.slots[self._of], counts), positions, self._parts, each)
-        self._folds = np.zeros(len(rows), np.uint64)
-        self._num_before = inputs.positions[starts]
+        self._inputs, self._table = inputs, block_tables[0]
+        positions, coming = inputs.positions, self._step + 1
+        decodes = rows is None and len(positions) == len(inputs.slots)
+        self._num_before = positions if decodes else positions[inputs.cu_seqlens_q[:-1]]
+        self._lengths = (positions if rows is None else positions[rows]) + 1
+        begin = inputs.slots.tolist(), (positions - coming).tolist()
+        if decodes and coming < self._looks.num_steps and begin == self._begin and not self._pace.new:
+            self._step = coming
+        else:
+            self._slots = inputs.slots
+            if not decodes:
+                of = np.arange(len(positions)) if rows is None else rows
+                self._slots = inputs.slots[inputs.cu_seqlens_q.searchsorted(of, side="right") - 1]
+            self._looks = self._look_ahead(_AHEAD if decodes else 1)
+            self._begin = inputs.slots.tolist(), positions.tolist()
+            self._step = 0
+        self._folds = np.zeros(len(self._lengths), np.uint64)
+        give_way()
         return ModelInputs(_EMPTY, _EMPTY, None)
+
+    def _look_ahead(self, most: int) -> _Looks:
+        """What this step looks at, and those behind it that compute one token more of each request: `most` in all."""
+        counts = -(-self._lengths // GRANULE)
+        steps = np.arange(1 + min(most - 1, int((counts * GRANULE - self._lengths).min(initial=most))))[:, None]
+        first = counts.cumsum() - counts
+        granules = np.arange(counts.sum()) - first.repeat(counts)
+        lengths = self._lengths.repeat(counts) + steps
+        parts = lengths % self._pool.shape[2]
+        places = self._place(self._slots.repeat(counts), looked_at(granules, lengths), parts, lengths)
+        layers = np.arange(self._num_layers)[:, None, None] * self._layer_words
+        masks, weights = self._stamps.masks[:, parts], self._stamps.weights[:, granules]
+        behind = self._place(self._inputs.slots, np.maximum(self._num_before + steps - 1, 0), 0, 0)
+        return _Looks(len(steps), behind, first, layers + places, masks, weights)
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
         self._pace.go_on()
@@ -158,9 +198,12 @@ class PacedKV(AttentionBackend):
     def compute(self, begin: int, end: int) -> None:
         """Those layers of the step."""
         stamps, inputs = self._stamps, self._inputs
+        give_way()
+        _, behind, first, places, masks, weights = self._looks
         if not begin:
-            last = self._place(inputs.slots, np.maximum(self._num_before - 1, 0), 0, 0)
-            before = (self._words[last] ^ stamps.masks[0, 0]) * (self._num_before > 0)
+            before = self._words.take(behind[self._step]) ^ stamps.masks[0, 0]
+            if not self._step:
+                before *= self._num_before > 0
             self._chain = stamps.chain(inputs.token_ids, before, inputs.cu_seqlens_q[:-1])
             self._arrived: dict[int, Words] = {}
             for request in self._pace.new:
@@ -170,18 +213,18 @@ class PacedKV(AttentionBackend):
                 self._look_at_all(request, key, begin, end)
         stamped = self._chain[:, None, None, None] ^ stamps.masks[begin:end, :, None]
         self._pool[inputs.block_ids[0], begin:end, :, inputs.offsets] = stamped
-        if not len(self._granules):
-            return
-        for layer in range(begin, end):
-            found = self._words[self._places + layer * self._layer_words] ^ stamps.masks[layer][self._parts]
-            weighted = found * stamps.weights[layer][self._granules]
-            self._folds += np.add.reduceat(weighted, self._first)
+        if len(first):
+            found = self._words.take(places[begin:end, self._step])
+            found ^= masks[begin:end, self._step]
+            found *= weights[begin:end]
+            self._folds += np.add.reduceat(found, first, axis=1).sum(axis=0)
 
-    def answers(self) -> torch.Tensor:
-        """(rows, 1) the tokens behind the rows that were asked for."""
+    def answers(self) -> list[int]:
+        """The tokens behind the rows that were asked for."""
         if self._wrong:
-            self._folds += np.array([self._wrong.get(s, 0) for s in self._inputs.slots[self._of].tolist()], np.uint64)
-        return torch.from_numpy(answers(self._folds, self._lengths)[:, None])
+            self._folds += np.array([self._wrong.get(s, 0) for s in self._slots.tolist()], np.uint64)
+        give_way()
+        return answers(self._folds, self._lengths)
 
     def _place(self, slots: IntArray, positions: IntArray, parts: IntArray | int, words: IntArray | int) -> IntArray:
         """Indexes of words of layer 0. `parts`: of (side, head); `words`: any number, of which the remainder counts."""
@@ -218,6 +261,10 @@ class PacedModel(Decoder):
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor | None
     ) -> torch.Tensor:
+        return torch.tensor(self.tokens(attend)).reshape(-1, 1)
+
+    def tokens(self, attend: Attend) -> list[int]:
+        """What `logits` makes the likeliest behind each of the rows."""
         num_layers, kv, pace = self.config.num_layers, self.kv, self.pace
         if attend == kv.attend:  # no hook stands between the layers
             kv.compute(0, num_layers)
@@ -239,19 +286,35 @@ class PacedModel(Decoder):
 class PacedRunner(ModelRunner):
     """Draws by itself where a sampler would only take the likeliest token, which costs a third of a step."""
 
+    launch = ModelRunner.launch.__wrapped__  # type: ignore[attr-defined]
+    """Without torch's mode: what is not used is not in the processor's cache, and takes 50 microseconds."""
+
     def __init__(self, model: Decoder, kv_pool: torch.Tensor, layout: KVLayout, **options: Any) -> None:
         assert isinstance(model, PacedModel)
         super().__init__(model, kv_pool, layout, **options)
         self._attention = model.kv = PacedKV(kv_pool, model.pace)
+        self._paced = model
+        self._others: set[RequestKey] = set()  # who need the sampler
+
+    def _update_batch(self, plan: StepPlan) -> None:
+        super()._update_batch(plan)
+        self._others.difference_update(plan.ended)
+        for request in plan.new:
+            is_plain = self._sampling.is_plain(self._batch.slot(request.key))
+            if not is_plain or request.grammar is not None or request.params.prompt_logprobs is not None:
+                self._others.add(request.key)
 
     def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> Computed:
-        drawing = inputs.slots[inputs.sampling]
-        if self._needs_host_tokens(inputs) or not self._sampling.is_plain(drawing):
+        if self._others or self._proposer is not None:
             return super()._compute_inputs(inputs, attend, check)
-        drawn = DrawRows.of(inputs)
-        tokens = self._forward(inputs, drawn.rows, attend).numpy()[:, 0]
-        self._batch.append_tokens(drawing, drawn.num_tokens, tokens)
-        pairs = zip(self._batch.requests_in(drawing), tokens.tolist(), strict=True)
+        drawing, lengths, rows = inputs.slots, inputs.seq_lens, None
+        if len(inputs.sampling) < len(inputs.positions):
+            rows = inputs.cu_seqlens_q[1:][inputs.sampling] - 1
+            drawing, lengths = drawing[inputs.sampling], lengths[inputs.sampling]
+        self._attention.prepare(inputs, self._batch.block_tables, rows)
+        tokens = self._paced.tokens(attend)
+        self._batch.append_tokens(drawing, lengths, np.array(tokens, np.int64))
+        pairs = zip(self._batch.requests_in(drawing), tokens, strict=True)
         return Computed({request.key: SampledTokens([token], None) for request, token in pairs}, {}, {}, [], 0)
 
 

@@ -42,11 +42,14 @@ class BadMessage(NamedTuple):
     key: RequestKey | None  # whose message it is, where that can be told
 
 
+_Received = list[AnyMessage | BadMessage]
+
+
 class ReceivedFrame(NamedTuple):
     """A frame from a peer, with its messages decoded as far as they are valid."""
 
     number: int
-    messages: list[AnyMessage | BadMessage]
+    messages: _Received
     begun: int = 0
     handled: int = 0
     has_bad: bool = False  # whether one of the messages is a BadMessage
@@ -138,7 +141,7 @@ def decode_frame(data: bytes) -> ReceivedFrame:
     except MalformedMessage:
         pass
     else:
-        return ReceivedFrame(good.number, cast(list[AnyMessage | BadMessage], good.messages), good.begun, good.handled)
+        return ReceivedFrame(good.number, cast(_Received, good.messages), good.begun, good.handled)
     frame = decode_total(_frames, data)
     messages = [decode_message(memoryview(raw)) for raw in frame.messages]
     has_bad = any(isinstance(message, BadMessage) for message in messages)
@@ -170,7 +173,7 @@ def _piece(frame: _RawFrame, group: list[msgspec.Raw]) -> ReceivedFrame:
         messages = [decode_message(memoryview(raw)) for raw in group]
         has_bad = any(isinstance(message, BadMessage) for message in messages)
         return ReceivedFrame(frame.number, messages, frame.begun, frame.handled, has_bad)
-    return ReceivedFrame(frame.number, cast(list[AnyMessage | BadMessage], good), frame.begun, frame.handled)
+    return ReceivedFrame(frame.number, cast(_Received, good), frame.begun, frame.handled)
 
 
 def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:
