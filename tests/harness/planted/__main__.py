@@ -23,10 +23,7 @@ _BOUND_S = 300.0
 
 
 class Defect(NamedTuple):
-    """What `pattern`, a regular expression, finds exactly once in `file` becomes `planted`; `tests` shall notice.
-
-    `tests` are files and folders in `tests/`, with spaces between.
-    """
+    """What the regular expression `pattern` finds, exactly once, becomes `planted`; these files in tests/ notice it."""
 
     file: str
     pattern: str
@@ -158,7 +155,8 @@ def judge(root: Path, tests: str, bound_s: float) -> str:
     python = root / ".venv" / "bin" / "python"
     command = [python if python.exists() else sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += ["-m", "not gpu and not slow", *(f"tests/{name}" for name in tests.split())]
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    own = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # else a defect may outlive its file's change of a second
+    process = subprocess.Popen(command, cwd=root, env=own, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=bound_s)
     except subprocess.TimeoutExpired:
@@ -183,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = {n: d for n, d in DEFECTS.items() if any(word in d.file for word in options.only.split(","))}
     missed = 0
     for name, defect in chosen.items():
-        file = options.root / defect.file
+        file = options.root.resolve() / defect.file
         if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", file], cwd=options.root, check=False).returncode:
             raise SystemExit(f"{file} is not as it was committed")
         sound = file.read_text()
