@@ -25,7 +25,7 @@ STOPS ?=
 PARTS ?=
 GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
-.PHONY: install lint check test steady matrix soak faults operations bench gpu gpu-carry demo serve clean
+.PHONY: install lint check test steady planted matrix soak faults operations bench gpu gpu-carry demo serve clean
 
 install: $(STAMP)
 
@@ -64,6 +64,10 @@ test: install
 # .bench/steady is not repeated: remove the folder after a change.
 steady: install
 	cd tests/harness && $(abspath $(BIN))/python -m steady --runs $(N) --load $(LOAD) $(if $(STOPS),--stops)
+
+# Defects planted in this checkout, one by one: which of them the tests find (docs/harnesses.md). Nothing else may change it.
+planted: install
+	cd tests/harness && $(abspath $(BIN))/python -m planted
 
 # Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out: it is
 # marked slow. Takes an hour on two cores.

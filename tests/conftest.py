@@ -1,6 +1,5 @@
 """Fixtures that several folders share: small random Hugging Face models."""
 
-import asyncio
 import inspect
 import logging
 import os
@@ -10,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from coroutines import run
 from no_processes import ProcessGuard, starts_processes
 from small_models import make_hf_model
 
@@ -62,22 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in {*left_out}]
 
 
-ASYNC_LIMIT_S = 60.0
-"""A coroutine that waits for longer waits for ever."""
-
-
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine, on the loop that its module's `event_loop` makes, or on asyncio's."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    names = pyfuncitem._fixtureinfo.argnames
-
-    async def bounded() -> None:
-        async with asyncio.timeout(ASYNC_LIMIT_S):
-            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
-
-    with asyncio.Runner(loop_factory=getattr(pyfuncitem.module, "event_loop", None)) as runner:
-        runner.run(bounded())
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    run(pyfuncitem.obj(**arguments), getattr(pyfuncitem.module, "event_loop", None))
     return True
 
 

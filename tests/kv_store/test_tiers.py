@@ -1,5 +1,6 @@
 """Several stores as one: what a slower one had, what a failing one costs."""
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -291,6 +292,33 @@ def test_a_silent_tier_is_hung_up_on(server: RedisServer) -> None:
         clock.until_waiting()  # until it is asked again
         clock.advance(LATE_S)
         wait_until_true(lambda: not store.problem, "a probe found it")
+
+
+class Hanging(MemoryStore):
+    """A server that answers when it may, and cannot be hung up on."""
+
+    medium = "store"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.may_answer = threading.Event()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        assert self.may_answer.wait(60.0)
+        return super().contains(keys)
+
+
+def test_a_tier_that_cannot_be_hung_up_on_is_left_alone() -> None:
+    clock, hanging = VirtualClock(), Hanging("hanging")
+    with TieredStore([hanging], clock=clock) as store, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(store.contains, [b"a"])
+        wait_until_true(lambda: store.tiers[0].calls, "it is asked")
+        for _ in range(2):  # the call is late, and then the probe
+            clock.until_waiting()
+            clock.advance(LATE_S)
+        wait_until_true(lambda: store.problem, "it is left alone")
+        hanging.may_answer.set()
+        call.result()
 
 
 def test_what_is_kept_reaches_slower_tiers_behind_the_callers_back(server: RedisServer) -> None:

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from coroutines import clock, run
 from traffic import wait_until_true
 
 from pdkv.config import EngineConfig, HandoffConfig
@@ -21,8 +21,8 @@ from pdkv.launch import children
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.children import AckSocket, Child, ForkServer, OomWatch, describe_exit
 from pdkv.launch.specs import EngineSpec
+from pdkv.testing import VirtualLoop
 
-Result = TypeVar("Result")
 PR_SET_CHILD_SUBREAPER = 36
 FakeChild = Callable[[str, int, str], Child]
 
@@ -32,12 +32,7 @@ SPEC = EngineSpec(
 )  # fmt: skip
 
 
-def run(main: Callable[[], Awaitable[Result]]) -> Result:
-    async def bounded() -> Result:
-        async with asyncio.timeout(30):
-            return await main()
-
-    return asyncio.run(bounded())
+event_loop = VirtualLoop
 
 
 def test_exit_statuses_are_seen() -> None:
@@ -52,7 +47,7 @@ def test_exit_statuses_are_seen() -> None:
             child.send_signal(signal.SIGTERM)  # to nobody, and without an error
         return statuses
 
-    statuses = run(main)
+    statuses = run(main(), event_loop)
     assert statuses == [3, -9]
     assert [describe_exit(status) for status in statuses] == ["exited with 3", "killed by SIGKILL"]
 
@@ -69,7 +64,7 @@ def test_a_kill_that_the_kernel_counts_is_named_as_its_own() -> None:
     assert not OomWatch(lambda: None).explains(-signal.SIGKILL)
 
 
-def read_acks(write: Callable[[Acknowledger], None], *, timeout_s: float = 10.0) -> list[str]:
+def read_acks(write: Callable[[Acknowledger], None]) -> list[str]:
     """What a child that acts as `write` does makes of the launcher's wait."""
 
     async def main() -> list[str]:
@@ -78,12 +73,12 @@ def read_acks(write: Callable[[Acknowledger], None], *, timeout_s: float = 10.0)
             write(Acknowledger(os.dup(ack_socket.child_fd)))
             ack_socket.handed_over()
             texts: list[str] = []
-            await ack_socket.wait_ready("decode-1", timeout_s, texts.append)
+            await ack_socket.wait_ready("decode-1", 60.0, texts.append)
             return texts
         finally:
             ack_socket.close()
 
-    return run(main)
+    return run(main(), event_loop)
 
 
 def test_progress_then_ready() -> None:
@@ -137,8 +132,8 @@ async def test_silence_has_a_bound(fake_child: FakeChild) -> None:
     try:
         # The stand-in acknowledges on a socket of its own; on this one nobody ever does.
         silent = AckSocket()
-        with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
-            await silent.wait_ready("decode-1", 0.05, str)
+        with pytest.raises(StartupError, match="decode-1 was not ready after 60 s"):
+            await clock().passing(silent.wait_ready("decode-1", 60.0, str))
         silent.close()
     finally:
         child.send_signal(signal.SIGKILL)
@@ -151,8 +146,8 @@ async def test_a_child_that_is_stopped_before_it_is_ready_is_late(fake_child: Fa
     child = fake_child("decode-1", ack_socket.child_fd, "stop")
     ack_socket.handed_over()
     try:
-        with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
-            await ack_socket.wait_ready("decode-1", 0.05, str)
+        with pytest.raises(StartupError, match="decode-1 was not ready after 60 s"):
+            await clock().passing(ack_socket.wait_ready("decode-1", 60.0, str))
     finally:
         child.send_signal(signal.SIGKILL)
         await child.wait()
@@ -236,7 +231,7 @@ def test_an_engine_that_nobody_knows_of_is_reaped(lifeline: int, how: str) -> No
         await server.child.wait()
         assert not others_than(server)
 
-    run(main)
+    run(main(), event_loop)
 
 
 _CLIENT = (
@@ -267,9 +262,7 @@ async def until(check: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("subreaper")
-async def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_soon(
-    lifeline: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_soon(lifeline: int) -> None:
     """Finding 15: a restart took as long as the imports may take; another way to start the engine is there."""
     server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
     ack_socket = AckSocket()
@@ -277,16 +270,15 @@ async def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_so
     ack_socket.close()
     await child.wait()
     server.child.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(children, "FORK_S", 0.05)
-    with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
-        await server.fork_engine(SPEC, lifeline, timeout_s=3600)
+    with pytest.raises(StartupError, match=f"the fork server did not answer within {children.FORK_S:g} s"):
+        await clock().passing(server.fork_engine(SPEC, lifeline, timeout_s=3600))
     assert await server.child.wait() == -signal.SIGKILL
 
 
 async def test_a_fork_server_that_is_stopped_is_killed_at_the_deadline(lifeline: int) -> None:
     server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
     server.child.send_signal(signal.SIGSTOP)
-    with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
-        await server.fork_engine(SPEC, lifeline, timeout_s=0.05)
+    with pytest.raises(StartupError, match="the fork server did not answer within 60 s"):
+        await clock().passing(server.fork_engine(SPEC, lifeline, timeout_s=60))
     assert not server.usable
     assert await server.child.wait() == -signal.SIGKILL

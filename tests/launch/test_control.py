@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from coroutines import clock
 from still_launch import make_control, run
 
 from pdkv.errors import ConfigError, StartupError
-from pdkv.launch import control as control_module
 from pdkv.launch.config import LaunchConfig
 from pdkv.launch.control import ControlServer, Restart, Scale, give_order
 from pdkv.launch.run_dir import CONTROL_SOCKET, RunDirectory
@@ -45,14 +45,13 @@ def test_orders_come_one_at_a_time_and_say_how_they_end(run_dir: RunDirectory) -
     run(control, scenario)
 
 
-def test_who_connects_and_says_nothing_is_sent_away(run_dir: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "_ASK_S", 0.05)
+def test_who_connects_and_says_nothing_is_sent_away(run_dir: RunDirectory) -> None:
     control = make_control(run_dir, LaunchConfig())
 
     async def scenario() -> None:
         async with ControlServer(control, 1.0).serving(run_dir.path):
             reader, writer = await asyncio.open_unix_connection(str(run_dir.path / CONTROL_SOCKET))
-            assert await reader.read() == b""
+            assert await clock().passing(reader.read()) == b""
             writer.close()
 
     run(control, scenario)

@@ -5,6 +5,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 import pytest
+from coroutines import clock
 from still_launch import make_control, run
 
 from pdkv.errors import ConfigError, StartupError
@@ -33,7 +34,7 @@ def test_a_router_that_says_no_is_not_asked_again_and_one_that_says_nothing_is(
 
     async def silent() -> None:
         with pytest.raises(StartupError, match="the router does not answer"):
-            await RouterAdmin(run_dir.path, patience_s=0.05).resume("decode-0")
+            await clock().passing(RouterAdmin(run_dir.path).resume("decode-0"))
 
     run(control, silent, answer=b"HTTP/1.1 200")
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from coroutines import clock, run
 
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError, IncompatiblePeers, StartupError
@@ -19,6 +20,7 @@ from pdkv.launch.keeper import backoff_s
 from pdkv.launch.specs import EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.router.engines.address import EngineAddress
+from pdkv.testing import VirtualLoop
 
 FakeChild = Callable[[str, int, str], Child]
 
@@ -101,16 +103,19 @@ class Deck:
     def newest(self, name: str) -> Child:
         return next(child for child in reversed(self.started) if child.name == name)
 
-    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(30):
-                try:
-                    await scenario()
-                finally:
-                    await self.supervisor.stop()
+    def run(
+        self,
+        scenario: Callable[[], Awaitable[None]],
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    ) -> None:
+        async def main() -> None:
+            try:
+                await scenario()
+            finally:
+                await self.supervisor.stop()
             assert not any(child.alive for child in self.started)
 
-        asyncio.run(bounded())
+        run(main(), loop_factory)
 
 
 @pytest.fixture
@@ -293,14 +298,14 @@ def test_a_running_engine_that_the_kernel_killed_is_named_so(
     assert "was killed by the kernel because memory ran out" in caplog.text
 
 
-def test_stop_kills_who_does_not_go(deck: Deck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ENGINE_GRACE_S", 0.05)
+def test_stop_kills_who_does_not_go(deck: Deck) -> None:
     deck.behaviour["decode-0"] = "stubborn"
 
     async def scenario() -> None:
         await deck.supervisor.start()
+        await clock().passing(deck.supervisor.stop())
 
-    deck.run(scenario)
+    deck.run(scenario, VirtualLoop)
     assert not deck.newest("decode-0").alive
 
 

@@ -68,7 +68,7 @@ def is_at_rest(llm: AsyncLLM) -> bool:
 
 def wait_until(holds: Callable[[], bool]) -> None:
     """The engine's thread settles behind its last message."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -363,7 +363,7 @@ def test_all_choices_of_a_request_are_given_up_though_the_engine_has_ended(model
 def test_a_step_that_does_not_end_does_not_hold_a_shutdown_for_ever(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_thread, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(engine_thread, "STOP_TIMEOUT_S", 0.0)
     llm = AsyncLLM(model, **OPTIONS)
     launch, begun, may_end = core_of(llm).executor.launch, threading.Event(), threading.Event()
 
@@ -376,9 +376,9 @@ def test_a_step_that_does_not_end_does_not_hold_a_shutdown_for_ever(
 
     async def test() -> None:
         task = asyncio.create_task(last_of(llm.generate("hello", ENDLESS)))
-        await asyncio.to_thread(begun.wait, 10.0)
+        await asyncio.to_thread(begun.wait, 60.0)
         await asyncio.to_thread(llm.shutdown)
-        assert "has not ended within 0.2 s" in caplog.text
+        assert "has not ended within 0 s" in caplog.text
         may_end.set()
         with pytest.raises(RequestAborted, match="shut down"):
             await task

@@ -87,15 +87,15 @@ class StuckConnector(StoreConnector):
 def test_a_save_that_does_not_end_does_not_hold_generate_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_module, "SAVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(engine_module, "SAVE_TIMEOUT_S", 0.0)
     monkeypatch.setitem(sys.modules, "stuck_connector", sys.modules[__name__])
     StuckStore.begun.clear()
     StuckStore.may_go_on.clear()
     with make_llm("stuck_connector:StuckConnector", transfer_timeout_s="0.1") as llm:
         with caplog.at_level(logging.WARNING):
             assert answers_of(llm)[0] == ANSWERS
-        assert StuckStore.begun.is_set()
-        assert "saves have not ended within 0.2 s" in caplog.text
+        assert StuckStore.begun.wait(60.0)
+        assert "saves have not ended within 0 s" in caplog.text
         StuckStore.may_go_on.set()
         monkeypatch.setattr(engine_module, "SAVE_TIMEOUT_S", 60.0)
         assert answers_of(llm)[0] == ANSWERS  # it goes on

@@ -16,10 +16,17 @@ ALLOWED = {
     "router/http/server/request_body.py": "loop.time",  # asyncio.timeout counts by its loop's clock
 }
 
+LOOPS = ("router/", "src/pdkv/launch/", "kv_store/object_store.py", *CLOCKS)
+"""What runs on an event loop, whose timers count by its time, and so by a test's (`pdkv.testing.VirtualLoop`)."""
+
+LOOP_TIMERS = {"asyncio.timeout", "asyncio.timeout_at", "asyncio.wait"}
+"""The last one where it has a time-out. Planned calls of a loop are the others."""
+
 READS = {
     *(f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "time") for unit in ("", "_ns")),
     "time.sleep",
     "asyncio.sleep",
+    "asyncio.wait_for",  # before Python 3.12 it may swallow a cancellation
     "datetime.datetime.now",
 }
 """Names that stand for a clock or a pause of their own; `asyncio.sleep(0)` is neither."""
@@ -60,6 +67,20 @@ def bare_clocks(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+def loop_timers(source: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of each timer of an event loop."""
+    tree = ast.parse(source)
+    imported = imports(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = dotted(node.func, imported)
+            waits = name in LOOP_TIMERS and (
+                name != "asyncio.wait" or "timeout" in {keyword.arg for keyword in node.keywords}
+            )
+            if waits or name.endswith((".call_later", "loop.call_at", "loop().call_at")):
+                yield node.lineno, name
+
+
 FILES = [
     path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))
     if path.relative_to(ROOT).as_posix() not in CLOCKS
@@ -70,6 +91,8 @@ FILES = [
 def test_no_file_has_a_clock_of_its_own(path: Path) -> None:
     allowed = ALLOWED.get(path.relative_to(ROOT).as_posix())
     assert not [(line, name) for line, name in bare_clocks(path.read_text()) if name != allowed]
+    if not path.relative_to(ROOT).as_posix().startswith(LOOPS):
+        assert not list(loop_timers(path.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +114,25 @@ def test_bare_clocks_are_found(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["import asyncio\nasyncio.sleep(0)", "import time\ntime.strftime('%Y')", "clock.now()"]
+    "source",
+    [
+        "import asyncio\nasyncio.get_running_loop().call_later(1, f)",
+        "self._loop.call_at(1, f)",
+        "import asyncio\nasync def f():\n    async with asyncio.timeout(1):\n        pass",
+        "from asyncio import wait\nwait(tasks, timeout=1)",
+    ],
+)
+def test_timers_of_event_loops_are_found(source: str) -> None:
+    assert list(loop_timers(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import asyncio\nasyncio.sleep(0)\nasyncio.wait(tasks)",
+        "import time\ntime.strftime('%Y')",
+        "clock.call_at(clock.now(), f)",
+    ],
 )
 def test_others_are_not(source: str) -> None:
-    assert not list(bare_clocks(source))
+    assert not [*bare_clocks(source), *loop_timers(source)]

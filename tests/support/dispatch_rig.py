@@ -6,6 +6,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
+from coroutines import clock
 from scripted_engine import ScriptedEngine, Task, expected_output, make_card
 
 from pdkv.router.engines.books import Books
@@ -158,7 +159,10 @@ class System:
         backend: type[InProcessBackend] = InProcessBackend,
         **options: Any,
     ) -> None:
-        self.dispatcher = Dispatcher(rng=random.Random(0), **({"policy": "round_robin"} | options))
+        defaults: dict[str, Any] = {"policy": "round_robin"}
+        with contextlib.suppress(RuntimeError, AttributeError):  # no loop runs, or it has the machine's time
+            defaults["clock"] = clock().now
+        self.dispatcher = Dispatcher(rng=random.Random(0), **(defaults | options))
         roles = {"prefill": num_prefill, "decode" if num_prefill else "any": num_decode}
         self.backends: dict[str, InProcessBackend] = {}
         self.kind = kind

@@ -5,10 +5,9 @@ import contextlib
 import functools
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
-import uvloop
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
@@ -18,22 +17,6 @@ from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.certificates import Tls
 from pdkv.router.http.server.connections import Connections
 from pdkv.router.process import server_config
-
-T = TypeVar("T")
-BOUND_S = 30.0
-
-
-def run(
-    main: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-) -> T:
-    """Run a test's coroutine on the router's kind of loop; what waits for ever fails."""
-
-    async def bounded() -> T:
-        async with asyncio.timeout(BOUND_S):
-            return await main
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(bounded())
 
 
 class Serving(NamedTuple):

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from coroutines import run as run_on_loop
+
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import StartupError
 from pdkv.launch.config import Deployment, LaunchConfig
@@ -13,6 +15,7 @@ from pdkv.launch.plan import plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import ADMIN_SOCKET, RunDirectory
 from pdkv.launch.supervisor import Supervisor
+from pdkv.testing import VirtualLoop
 
 
 class StillSupervisor(Supervisor):
@@ -34,7 +37,7 @@ def make_control(run_dir: RunDirectory, launch: LaunchConfig, **engine: Any) -> 
 
 
 def run(control: FleetControl, scenario: Callable[[], Awaitable[None]], *, answer: bytes | None = None) -> None:
-    """With a router that says which engines it has, or always the same."""
+    """On a loop with virtual time, with a router that says which engines it has, or always the same."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -46,9 +49,7 @@ def run(control: FleetControl, scenario: Callable[[], Awaitable[None]], *, answe
         writer.close()
 
     async def main() -> None:
-        async with asyncio.timeout(30):
-            server = await asyncio.start_unix_server(serve, str(control.run_dir.path / ADMIN_SOCKET))
-            async with server:
-                await scenario()
+        async with await asyncio.start_unix_server(serve, str(control.run_dir.path / ADMIN_SOCKET)):
+            await scenario()
 
-    asyncio.run(main())
+    run_on_loop(main(), VirtualLoop)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from pdkv.base.clock import MONOTONIC, Clock
-from pdkv.testing import VirtualClock
+from pdkv.testing import VirtualClock, VirtualLoop, VirtualUvloop
 from pdkv.testing import clock as module
 
 Run = Callable[[Callable[[], bool]], Future[bool]]
@@ -139,3 +139,30 @@ def test_threads_that_do_not_come_are_said(clock: VirtualClock, monkeypatch: pyt
     monkeypatch.setattr(module, "REAL_LIMIT_S", 0.01)
     with pytest.raises(TimeoutError, match="0 threads wait by this clock, 2 were expected"):
         clock.until_waiting(2)
+
+
+@pytest.mark.parametrize("loop_factory", [VirtualLoop, VirtualUvloop])
+def test_timers_of_an_event_loop_count_by_the_clock_of_a_test(loop_factory: type[VirtualLoop]) -> None:
+    async def main() -> None:
+        loop, seen = asyncio.get_running_loop(), []
+        assert isinstance(loop, loop_factory)
+        began = loop.time()
+        loop.call_later(DAY_S, seen.append, "late")
+        loop.call_at(began + 1, seen.append, "first")
+        loop.call_later(2, seen.append, "never").cancel()
+        loop.call_later(0, seen.append, "now")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(DAY_S / 2):
+                await loop.clock.passing(asyncio.Event().wait())
+        assert (seen, loop.time()) == (["now", "first"], began + DAY_S / 2)
+        waiting = asyncio.ensure_future(asyncio.sleep(0))
+        assert await asyncio.wait({waiting}, timeout=DAY_S) == ({waiting}, set())
+        assert await asyncio.to_thread(threading.current_thread) is not threading.current_thread()
+        loop.clock.advance(DAY_S / 2)
+        assert seen == ["now", "first", "late"]
+        really = asyncio.Event()
+        loop.call_really_later(0.0, really.set)
+        await really.wait()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())

@@ -4,6 +4,6 @@ Names may change until the connector interface has a final number (docs/testing.
 `pdkv.testing.engine`, deployments in `pdkv.testing.deployment`: importing the clock imports no engine.
 """
 
-from pdkv.testing.clock import VirtualClock
+from pdkv.testing.clock import VirtualClock, VirtualLoop, VirtualUvloop
 
-__all__ = ["VirtualClock"]
+__all__ = ["VirtualClock", "VirtualLoop", "VirtualUvloop"]

@@ -1,17 +1,26 @@
 """A clock that a test moves, so that a deadline passes without any time."""
 
 import asyncio
+import contextvars
+import functools
 import heapq
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Condition, Event
-from typing import cast
+from threading import Condition, Event, Timer
+from typing import Any, TypeVar, cast
+
+import uvloop
 
 from pdkv.base.clock import Clock, Handle
 
+T = TypeVar("T")
+
 REAL_LIMIT_S = 60.0
 """So long, by the machine's clock, `until_waiting` waits for threads."""
+
+_TURNS = 10
+"""Of an event loop between two moves of `passing`: what a call has begun shall come to its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,6 +93,17 @@ class VirtualClock(Clock):
             with waiter.condition:
                 waiter.condition.notify_all()
 
+    async def passing(self, awaitable: Awaitable[T]) -> T:
+        """Await what ends by a deadline: the time moves to the next planned call, and again after turns of the loop."""
+        task = asyncio.ensure_future(awaitable)
+        while not task.done():
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            with self._changed:
+                at = min((planned.at for planned in self._calls if planned.call is not None), default=self._time)
+            self.advance(max(at - self._time, 0.0))
+        return await task
+
     def until_waiting(self, num_threads: int = 1) -> None:
         """Return when so many threads wait with a deadline, so that `advance` finds them there.
 
@@ -128,3 +148,44 @@ def _call(planned: _Call) -> None:
         call()
     else:
         cast(asyncio.AbstractEventLoop, loop).call_soon_threadsafe(call)
+
+
+class _VirtualTimers(asyncio.AbstractEventLoop):
+    """Timers of an event loop, `asyncio.timeout` and `asyncio.wait` among them, that count by a clock of a test.
+
+    What waits for files, threads and processes does so as ever. `asyncio.sleep` ends when the test moves the clock.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = VirtualClock()
+
+    def time(self) -> float:
+        """What the clock shows."""
+        return self.clock.now()
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+        """Call it when the clock has moved by so much."""
+        return self.call_at(self.clock.now() + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+        """Call it when the clock shows `when`."""
+        if when <= self.clock.now():
+            return self.call_soon(callback, *args, context=context)
+        in_context = (context or contextvars.copy_context()).run
+        return self.clock.call_at(when, functools.partial(in_context, callback, *args))
+
+    def call_really_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Any:
+        """`call_later` by the machine's clock: the bound of a test."""
+        timer = Timer(delay, self.call_soon_threadsafe, (callback, *args))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+
+class VirtualLoop(_VirtualTimers, asyncio.SelectorEventLoop):
+    """asyncio's event loop, whose timers count by its `clock`, which stands still until a test moves it."""
+
+
+class VirtualUvloop(_VirtualTimers, uvloop.Loop):
+    """The router's kind of event loop with such timers."""

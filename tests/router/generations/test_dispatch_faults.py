@@ -4,7 +4,8 @@ import asyncio
 import logging
 
 import pytest
-from dispatch_rig import InProcessBackend, System, check_right, collect, live, run
+from coroutines import clock
+from dispatch_rig import InProcessBackend, System, check_right, collect, live
 from scripted_engine import make_request
 
 from pdkv.errors import (
@@ -21,6 +22,7 @@ from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
+from pdkv.testing import VirtualLoop
 from pdkv.wire.messages import (
     Beat,
     EngineToRouter,
@@ -34,6 +36,8 @@ from pdkv.wire.messages import (
     TokenLogprob,
     Tokens,
 )
+
+event_loop = VirtualLoop
 
 
 def held_system(num: int) -> System:
@@ -213,7 +217,7 @@ async def test_engines_without_beats_are_never_silent() -> None:
 async def time_out(system: System, num: int, timeout_s: float) -> None:
     for _ in range(num):
         with pytest.raises(RequestTimeout):
-            await collect(system.dispatcher.start(make_request(timeout_s=timeout_s)))
+            await clock().passing(collect(system.dispatcher.start(make_request(timeout_s=timeout_s))))
 
 
 @pytest.mark.parametrize("evidence", [True, False])
@@ -237,8 +241,11 @@ async def test_short_deadlines_open_a_breaker_only_where_the_engine_does_nothing
         system.backends["any-1"].release()
 
 
-def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair() -> None:
-    async def body(system: System) -> None:
+async def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
+    async with live(System(1, 1)) as system:
         system.backends["decode-0"].held = True
         await time_out(system, 1, 0.5)
         assert system.dispatcher.topology()["pairs"] == [
@@ -246,10 +253,6 @@ def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair
         ]
         assert {e["breaker"] for e in system.dispatcher.topology()["engines"]} == {"closed"}
         system.backends["decode-0"].release()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
-        run(System(1, 1), body)
 
 
 async def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_pair() -> None:
@@ -299,7 +302,7 @@ async def test_engines_are_looked_after_though_an_error_occurs_in_it(monkeypatch
             looked_again.set()
 
         monkeypatch.setattr(system.dispatcher, "look_after_engines", look)
-        await looked_again.wait()
+        await clock().passing(looked_again.wait())
 
 
 def break_for(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, bad: Generation) -> None:

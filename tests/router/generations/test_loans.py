@@ -4,14 +4,15 @@ import asyncio
 from typing import Any
 
 import pytest
-from dispatch_rig import System, check_right, collect, live
+from coroutines import clock
+from dispatch_rig import System, check_right, collect, live, until
 from scripted_engine import expected_output, make_request
 
 from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.errors import RequestFailed
-from pdkv.router.generations import driver
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest
+from pdkv.testing import VirtualLoop
 from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     BlockStored,
@@ -26,6 +27,8 @@ from pdkv.wire.messages import (
     SourceCounts,
     Submit,
 )
+
+event_loop = VirtualLoop
 
 REQUEST_TOKENS = 100
 NUM_LENT = 96
@@ -71,20 +74,17 @@ async def test_what_a_lender_has_is_named_to_prefill_and_returned() -> None:
 
 @pytest.mark.parametrize("answer", [2, 3])
 @pytest.mark.parametrize("kind", ["pull", "push"])
-async def test_a_lender_that_refuses_or_keeps_silent_costs_nothing_but_time(
-    monkeypatch: pytest.MonkeyPatch, kind: str, answer: int
-) -> None:
-    monkeypatch.setattr(driver, "LOAN_TIMEOUT_S", 0.02 if answer == 2 else 20.0)
+async def test_a_lender_that_refuses_or_keeps_silent_costs_nothing_but_time(kind: str, answer: int) -> None:
     async with live(Lending(kind=kind)) as system:
         request = make_request(REQUEST_TOKENS)
         system.store(request)
         system.answer(answer)
-        await check_right(system, request)
+        await (clock().passing(check_right(system, request)) if answer == 2 else check_right(system, request))
         (submit,) = system.asked()
         assert submit.handoff is None
         code = {2: "transfer_timeout", 3: "kv_not_found"}[answer]
         assert system.dispatcher.counters.loans == {code: 1}
-        assert system.dispatcher.fleet.speeds._lost_s > 0
+        assert (system.dispatcher.fleet.speeds._lost_s > 0) == (answer == 2)
 
 
 async def test_prefill_is_asked_at_once_when_the_lender_dies() -> None:
@@ -104,7 +104,6 @@ async def test_prefill_is_asked_at_once_when_the_lender_dies() -> None:
 
 
 async def test_an_error_about_a_lender_that_is_late_costs_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LOAN_TIMEOUT_S", 0.02)
     go_without_loan, broken = RequestFlow.go_without_loan, []
 
     def fail_once(self: RequestFlow, code: str, now: float) -> Sends:
@@ -120,8 +119,8 @@ async def test_an_error_about_a_lender_that_is_late_costs_that_request_alone(mon
         system.answer(2)
         generation = system.dispatcher.start(request)
         with pytest.raises(RequestFailed, match="ZeroDivisionError"):
-            await collect(generation)
-        await check_right(system, request)
+            await clock().passing(collect(generation))
+        await clock().passing(check_right(system, request))
 
 
 async def test_what_a_lender_names_must_be_what_it_was_asked_for() -> None:
@@ -175,7 +174,7 @@ async def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(
         assert fleet.can_lend("decode-0", "prefill-0", fleet.avoided_pairs(now)) is not is_avoided
         generation.abort()
         system.borrower.release()
-        await asyncio.sleep(0.01)
+        await until(lambda: not system.borrower.engine.tasks)
 
 
 async def test_what_prefills_loads_and_answers_took_is_measured() -> None:

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from asgi_client import Exchange, call
 from asgi_client import run as run_alone
-from dispatch_rig import System, run
+from coroutines import clock
+from coroutines import run as run_on_loop
+from dispatch_rig import System, live, run
 from fake_dispatcher import FakeDispatcher
 from small_app import make_app
 from starlette.applications import Starlette
@@ -21,6 +23,7 @@ from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages import admin
 from pdkv.router.http.pages.admin import admin_routes, create_admin_app
 from pdkv.router.http.pages.cache_pages import CachePages
+from pdkv.testing import VirtualLoop
 from pdkv.wire.messages import ConnectorStats, TierHeld
 
 
@@ -109,9 +112,13 @@ def ask_launchers(exchange: Exchange) -> None:
 
     async def body(system: System) -> None:
         app = create_admin_app(system.dispatcher, Operations(system.dispatcher, never))
-        await app(exchange.scope, exchange.receive, exchange.send)  # type: ignore[arg-type]
+        await clock().passing(app(exchange.scope, exchange.receive, exchange.send))  # type: ignore[arg-type]
 
-    run(System(1, 1), body)
+    async def main() -> None:
+        async with live(System(1, 1)) as system:
+            await body(system)
+
+    run_on_loop(main(), VirtualLoop)
 
 
 @pytest.mark.parametrize("data", [b'{"role": "\xff"}', b"\xff", b'{"role": "\xed\xa0\x80"}'])
@@ -131,12 +138,12 @@ def test_a_pid_is_a_number_of_a_few_digits(pid: str) -> None:
     assert len(exchange.body) < 500
 
 
-def test_a_body_that_does_not_come_is_408_and_a_client_that_leaves_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_is_408_and_a_client_that_leaves_no_defect() -> None:
     silent = Exchange("POST", "/admin/engines/decode-0/role", b"", {})
     silent._to_send.clear()
-    monkeypatch.setattr(admin, "_BODY_S", 0.01, raising=False)
     ask_launchers(silent)
-    assert (silent.status, silent.json()["error"]["message"]) == (408, "the body did not arrive within 0.01 s")
+    message = f"the body did not arrive within {admin._BODY_S:g} s"
+    assert (silent.status, silent.json()["error"]["message"]) == (408, message)
     leaver = Exchange("POST", "/admin/engines/decode-0/role", b"", {})
     leaver._to_send.clear()
     leaver.disconnect()

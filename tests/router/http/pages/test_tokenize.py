@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from asgi_client import Exchange, begin, call, run
+from coroutines import clock
+from coroutines import run as run_on_loop
 from fake_dispatcher import FakeDispatcher, tokens
 from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, tokenizer
 
@@ -12,6 +14,7 @@ from pdkv import __version__
 from pdkv.config import HttpApi, HttpLimits
 from pdkv.router.http.read.text_pool import INLINE_BYTES
 from pdkv.router.http.server.budget import ByteBudget, Held
+from pdkv.testing import VirtualLoop
 
 
 def post(path: str, body: Any, **options: Any) -> Exchange:
@@ -79,7 +82,13 @@ def test_bounds_are_those_of_every_body() -> None:
     assert (reply.status, reply.headers["connection"]) == (413, "close")
     full = ByteBudget(0, "the bodies")
     asyncio.run(full.wait(Held(), 1))  # the one that may be more
-    reply = post("/tokenize", {"prompt": "x"}, bodies=full, limits=HttpLimits(body_timeout_s=0.01))
+
+    async def ask() -> Exchange:
+        return await clock().passing(
+            call(make_app(FakeDispatcher(), bodies=full), "POST", "/tokenize", {"prompt": "x"})
+        )
+
+    reply = run_on_loop(ask(), VirtualLoop)
     assert (reply.status, reply.headers["retry-after"]) == (503, "1")
 
 

@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
 from unittest import mock
 
 import pytest
 import uvicorn
-import uvloop
+from coroutines import clock, run
 from fake_dispatcher import FakeDispatcher, say, tokens
-from http_server import Client, Reply, Serving, connected, get, post, run, serving
+from http_server import Client, Reply, Serving, connected, get, post, serving
 from small_app import MODEL, ids, make_app
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
@@ -22,28 +22,35 @@ from pdkv.errors import ConfigError
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.server import connections as http_connections
-from pdkv.router.http.server import paused_body
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.connections import connection_limit
 from pdkv.router.http.server.drain import Drain
+from pdkv.router.http.server.protocol import LimitedProtocol, _Phase
 from pdkv.router.http.server.request_size import RequestSize
 from pdkv.router.process import _Stopping
+from pdkv.testing import VirtualUvloop
 
-event_loop = uvloop.new_event_loop  # the router's kind
+event_loop = VirtualUvloop
 
 COMPLETIONS = "/v1/completions"
 MAX_HEADERS = HttpLimits().max_headers
 PROMPT = b'{"model": "%s", "prompt": "x"}' % MODEL.encode()
 
 
-def exchange(request: bytes, limits: HttpLimits | None = None) -> Reply:
-    """What is answered to `request`; then the connection must end, without a reset."""
+def exchange(request: bytes, *, late: bool = False) -> Reply:
+    """What is answered to `request`, of which nothing more comes in time if it is `late`; then the connection must end,
+    without a reset.
+    """
 
     async def main() -> Reply:
-        async with serving(make_app(FakeDispatcher(say(ids("ab"))), limits=limits), limits) as server:
+        async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server:
             async with connected(server.port) as client:
                 await client.send(request)
-                reply = await client.reply()
+                if late:
+                    await begun(server.state)
+                    reply = await clock().passing(client.reply())
+                else:
+                    reply = await client.reply()
                 assert reply.headers["connection"] == "close"
                 assert await client.at_end()
             async with connected(server.port) as client:
@@ -51,7 +58,13 @@ def exchange(request: bytes, limits: HttpLimits | None = None) -> Reply:
                 assert (await client.reply()).status == 200
                 return reply
 
-    return run(main())
+    return run(main(), event_loop)
+
+
+async def begun(state: ServerState) -> None:
+    """Until the server has read the beginning of a request on its only connection."""
+    while not any(connection._phase is not _Phase.IDLE for connection in state.connections):
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +130,11 @@ def test_a_chunked_body_that_is_too_large_gets_its_413_and_no_reset() -> None:
 
 @pytest.mark.parametrize("length", [100_000, 100], ids=["too long", "too late"])
 async def test_a_body_that_nobody_asked_for_does_not_keep_the_connection(length: int) -> None:
-    limits = HttpLimits(max_body_bytes=50_000, header_timeout_s=60.0 if length == 100_000 else 0.1)
+    limits = HttpLimits(max_body_bytes=50_000)
     async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
         await client.send(f"POST /nowhere HTTP/1.1\r\ncontent-length: {length}\r\n\r\nx".encode())
         assert (await client.reply()).status == 404
-        assert await client.at_end()
+        assert await (client.at_end() if length == 100_000 else clock().passing(client.at_end()))
 
 
 @pytest.mark.parametrize("size", [100, 200_000])
@@ -130,8 +143,7 @@ async def test_a_body_that_comes_behind_its_answer_takes_no_later_request_along(
     method: str, path: str, status: int, size: int
 ) -> None:
     """F35. Answered before it is read; the connection, which was promised to be kept, has its idle time then."""
-    limits = HttpLimits(header_timeout_s=1.0)
-    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+    async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
         for framing in (f"content-length: {size}", "transfer-encoding: chunked"):
             await client.send(f"{method} {path} HTTP/1.1\r\nhost: test\r\n{framing}\r\n\r\n".encode())
             reply = await client.reply()
@@ -232,45 +244,43 @@ def test_a_defect_while_a_request_is_received_is_not_the_clients(
             await client.send(request_bytes)
             return await client.reply()
 
-    reply = run(main())
+    reply = run(main(), event_loop)
     assert (reply.status, reply.error()["code"]) == (500, "internal_error")
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_headers_that_do_not_come_are_408() -> None:
-    reply = exchange(b"GET /health HTTP/1.1\r\nx: ", HttpLimits(header_timeout_s=1.0))
+    reply = exchange(b"GET /health HTTP/1.1\r\nx: ", late=True)
     assert reply.status == 408
     assert "--header-timeout-s" in reply.error()["message"]
 
 
 async def test_headers_of_a_later_request_are_timed_too() -> None:
-    limits = HttpLimits(header_timeout_s=1.0)
-    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+    async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
         await client.send(get("/health") + b"GET /hea")
         assert (await client.reply()).status == 200
-        assert (await client.reply()).status == 408
+        await begun(server.state)
+        assert (await clock().passing(client.reply())).status == 408
         assert await client.at_end()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"], ids=["nothing", "empty lines"])
 async def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
-    limits = HttpLimits(header_timeout_s=0.1)
-    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+    async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
         await client.send(sent)
-        assert b"200" not in await client.reader.read()
+        assert b"200" not in await clock().passing(client.reader.read())
 
 
 async def test_an_idle_connection_is_closed_after_its_time() -> None:
-    limits = HttpLimits(idle_timeout_s=0.1)
-    async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+    async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
         await client.send(get("/health"))
         assert (await client.reply()).status == 200
-        assert await client.at_end()
+        assert await clock().passing(client.at_end())
 
 
 def test_a_body_that_does_not_come_is_408() -> None:
     request = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10\r\n\r\n{"
-    reply = exchange(request, HttpLimits(body_timeout_s=0.1))
+    reply = exchange(request, late=True)
     assert reply.status == 408
     assert "--body-timeout-s" in reply.error()["message"]
 
@@ -300,7 +310,7 @@ def test_garbage_behind_a_stream_leaves_the_stream_whole(caplog: pytest.LogCaptu
             return await client.reader.read()
 
     caplog.set_level(logging.WARNING)
-    rest = run(main())
+    rest = run(main(), event_loop)
     assert b'"text":"b"' in rest
     assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert b"HTTP/1.1" not in rest
@@ -328,7 +338,7 @@ def test_writing_behind_the_end_of_a_connection_leaves_no_traceback(caplog: pyte
             assert await client.at_end()
 
     caplog.set_level(logging.WARNING)
-    run(main())
+    run(main(), event_loop)
     assert not caplog.records
 
 
@@ -352,21 +362,26 @@ def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, hea
         await send({"type": "http.response.body", "body": b""})
 
     async def main() -> None:
-        async with serving(large_app, HttpLimits(send_timeout_s=0.1, idle_timeout_s=0.1)) as server:
+        async with serving(large_app) as server:
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.sendall(get("/", header))
                 await served(server.state, 1)
-                while server.state.connections or server.state.tasks:
-                    await asyncio.sleep(0.01)
+                await clock().passing(ends(server.state))
 
-    run(main())
+    run(main(), event_loop)
+
+
+async def ends(state: ServerState) -> None:
+    """Until no connection is left, and nothing that was asked."""
+    while state.connections or state.tasks:
+        await asyncio.sleep(0)
 
 
 async def test_the_generation_of_a_client_that_does_not_read_ends_with_its_connection() -> None:
     """However much is still to come: nobody waits for it."""
     dispatcher = FakeDispatcher()
-    async with serving(make_app(dispatcher), HttpLimits(send_timeout_s=0.1)) as server:
+    async with serving(make_app(dispatcher)) as server:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", server.port))
@@ -377,38 +392,36 @@ async def test_the_generation_of_a_client_that_does_not_read_ends_with_its_conne
             while not generation.aborted:
                 if generation.num_unread < 2:
                     generation.put(delta)
-                await asyncio.sleep(0.001)
-            while server.state.connections or server.state.tasks:
-                await asyncio.sleep(0.001)
+                clock().advance(1.0)
+                await asyncio.sleep(0)
+            await ends(server.state)
 
 
-def test_a_client_that_reads_too_slowly_is_dropped() -> None:
-    """F33. It never reads nothing for as long as it may, but far less than --min-send-rate."""
-    size = 64 << 20
+async def has_read_some(connection: LimitedProtocol, read: Callable[[], Awaitable[bytes]]) -> int:
+    """Read until the server could write more, if there is more; return how much was read."""
+    before, size = connection.num_unsent, 0
+    while before and connection.num_unsent >= before:
+        size += len(await read())
+    return size
 
-    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
-        await send({"type": "http.response.body", "body": bytes(size)})
 
-    async def main() -> None:
-        loop, limits = asyncio.get_running_loop(), HttpLimits(send_timeout_s=0.2, min_send_rate=40 << 20)
-        async with serving(large_app, limits) as server:
-            with socket.create_connection(("127.0.0.1", server.port)) as client:
-                client.setblocking(False)
-                await loop.sock_sendall(client, get("/"))
-                await served(server.state, 1)
-                while server.state.connections:
-                    with contextlib.suppress(ConnectionError):
-                        await loop.sock_recv(client, 64 << 10)  # more than nothing every time
-                    await asyncio.sleep(0.05)
-
-    run(main())
+@pytest.mark.parametrize("may_be_slow", [False, True])
+async def test_a_client_that_reads_too_slowly_is_dropped(may_be_slow: bool) -> None:
+    """F33. It never reads nothing for as long as it may, but far less than --min-send-rate, or slowly enough."""
+    limits = HttpLimits() if may_be_slow else HttpLimits(min_send_rate=1 << 30)
+    async with unread(get("/", "connection: close"), limits=limits) as (server, client):
+        [connection], size = server.state.connections, 0
+        with contextlib.suppress(ConnectionError):
+            for _ in range(12):
+                size += await has_read_some(connection, lambda: client.reader.read(1 << 16))
+                clock().advance(0.9 * limits.send_timeout_s)
+            size += len(await client.reader.read())
+        assert (size > len(LARGE)) == may_be_slow
 
 
 @pytest.mark.parametrize("behind", [get("/version"), get("/version") * 3000, b"GET /version HTTP/1.1\r\nx: "])
-async def test_a_client_that_sends_ahead_and_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch, behind: bytes) -> None:
+async def test_a_client_that_sends_ahead_and_leaves_is_noticed(behind: bytes) -> None:
     """F34. Nothing is read behind a request under way, so its end is not, either."""
-    monkeypatch.setattr(paused_body, "CHECK_S", 0.01)
     dispatcher = FakeDispatcher()
     async with serving(make_app(dispatcher)) as server:
         async with connected(server.port) as client:
@@ -417,29 +430,8 @@ async def test_a_client_that_sends_ahead_and_leaves_is_noticed(monkeypatch: pyte
             await client.send(behind)
             while not next(iter(server.state.connections)).flow.read_paused and len(behind) > 30:
                 await asyncio.sleep(0)
-        await generation.over.wait()
+        await clock().passing(generation.over.wait())
         assert generation.aborted
-
-
-def test_a_client_that_reads_slowly_gets_everything() -> None:
-    """Longer than it may read nothing, but never without a byte for so long."""
-    size = 2 << 20
-
-    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-length", b"%d" % size)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": bytes(size)})
-
-    async def main() -> None:
-        async with serving(large_app, HttpLimits(send_timeout_s=2.0)) as server, connected(server.port) as client:
-            await client.send(get("/", "connection: close"))
-            for _ in range(12):
-                assert len(await client.reader.readexactly(size // 16)) == size // 16
-                await asyncio.sleep(0.2)
-            assert len(await client.reader.read()) > size // 8
-            assert client.reader.at_eof()
-
-    run(main())
 
 
 async def test_too_many_connections_are_told_so() -> None:
@@ -515,7 +507,9 @@ LARGE = bytes(16 << 20)
 
 
 @contextlib.asynccontextmanager
-async def unread(request: bytes, drain: Drain | None = None) -> AsyncIterator[tuple[Serving, Client]]:
+async def unread(
+    request: bytes, drain: Drain | None = None, limits: HttpLimits | None = None
+) -> AsyncIterator[tuple[Serving, Client]]:
     """A server that has written a large answer to a client that has not read it."""
     written = asyncio.Event()
 
@@ -525,7 +519,7 @@ async def unread(request: bytes, drain: Drain | None = None) -> AsyncIterator[tu
         await send({"type": "http.response.body", "body": LARGE})
         written.set()
 
-    async with serving(drain.counted(app) if drain else app) as server, connected(server.port) as client:
+    async with serving(drain.counted(app) if drain else app, limits) as server, connected(server.port) as client:
         await client.send(request)
         await written.wait()
         yield server, client
@@ -569,7 +563,10 @@ async def test_a_drain_waits_no_longer_than_it_may_for_a_client_that_does_not_re
     async with unread(get("/")) as (server, _), connected(server.port) as idle:
         while len(server.state.connections) < 2:
             await asyncio.sleep(0)
-        assert await server.room.send_rest(0.01) == 1
+        rest = asyncio.create_task(server.room.send_rest(5.0))
+        await asyncio.sleep(0)
+        clock().advance(5.0)
+        assert await rest == 1
         assert await idle.at_end()
 
 
@@ -606,5 +603,5 @@ def test_a_client_has_the_address_that_it_has_and_not_the_one_that_it_says() -> 
             await client.send(get("/", f"x-forwarded-for: {'192.0.2.1' * 999}", "x-forwarded-proto: https"))
             assert (await client.reply()).status == 200
 
-    run(main())
+    run(main(), event_loop)
     assert seen == [("127.0.0.1", "http")]

@@ -3,22 +3,24 @@
 import asyncio
 
 import pytest
-import uvloop
+from coroutines import clock, run
 from fake_dispatcher import FakeDispatcher, say
-from http_server import Client, Serving, connected, post, run, serving
+from http_server import Client, Serving, connected, post, serving
 from small_app import MODEL, ids, make_app
 
 from pdkv.config import HttpLimits
 from pdkv.router.http.app import body_budget
-from pdkv.router.http.server import paused_body, request_body
+from pdkv.router.http.server import request_body
 from pdkv.router.http.server.budget import SMALL_BYTES, ByteBudget, Held
+from pdkv.testing import VirtualUvloop
 
-event_loop = uvloop.new_event_loop  # the router's kind
+event_loop = VirtualUvloop
 
 COMPLETIONS = "/v1/completions"
 PROMPT = b'{"model": "%s", "prompt": "x"}' % MODEL.encode()
 LARGE = 1 << 20
 LIMITS = HttpLimits(max_body_bytes=LARGE, max_body_memory=4 * LARGE)
+PATIENT = HttpLimits(max_body_bytes=LARGE, max_body_memory=4 * LARGE, body_timeout_s=1e6)
 FULL = LARGE * 3 // 2
 """What large requests may have of that: less than room for the exempt one, for what is unread, and for small ones."""
 
@@ -40,7 +42,7 @@ async def crowd(bodies: ByteBudget) -> tuple[Held, Held]:
 
 async def waiting(bodies: ByteBudget, number: int) -> None:
     while bodies.num_waiting != number:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
 
 
 def test_more_large_bodies_than_there_is_room_for_are_all_served() -> None:
@@ -66,7 +68,7 @@ def test_more_large_bodies_than_there_is_room_for_are_all_served() -> None:
             requests = [post(COMPLETIONS, body), chunked] * 8
             assert await asyncio.gather(*(ask(server, request) for request in requests)) == [200] * 16
 
-    run(main())
+    run(main(), event_loop)
     assert 8 << 20 < worst <= limits.max_body_memory, worst
 
 
@@ -90,9 +92,8 @@ async def test_nothing_is_read_of_what_waits() -> None:
     """Not even what the server itself would read ahead."""
     bodies = budget()
     held = await crowd(bodies)
-    limits = HttpLimits(max_body_bytes=LARGE, max_body_memory=4 * LARGE)
-    app = make_app(FakeDispatcher(say(ids("ab"))), limits=limits, bodies=bodies)
-    async with serving(app, limits, bodies=bodies) as server, connected(server.port) as client:
+    app = make_app(FakeDispatcher(say(ids("ab"))), limits=LIMITS, bodies=bodies)
+    async with serving(app, LIMITS, bodies=bodies) as server, connected(server.port) as client:
         body = PROMPT.ljust(LARGE)
         await client.send(HEAD + b"content-length: %d\r\n\r\n" % LARGE)
         await waiting(bodies, 1)
@@ -110,26 +111,25 @@ async def test_nothing_is_read_of_what_waits() -> None:
         await sending
 
 
-async def test_a_client_that_leaves_while_its_body_waits_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_while_its_body_waits_leaves_the_queue() -> None:
     """Although nothing is read from it, so that the event loop cannot see it."""
-    monkeypatch.setattr(paused_body, "CHECK_S", 0.01)
     bodies = budget()
     held = await crowd(bodies)
-    app = make_app(FakeDispatcher(say(ids("ab"))), limits=LIMITS, bodies=bodies)
-    async with serving(app, LIMITS, bodies=bodies) as server:
+    app = make_app(FakeDispatcher(say(ids("ab"))), limits=PATIENT, bodies=bodies)
+    async with serving(app, PATIENT, bodies=bodies) as server:
         async with connected(server.port) as client:
             await client.send(post(COMPLETIONS, PROMPT.ljust(LARGE))[:50_000])  # its end is not behind too much
             await waiting(bodies, 1)
-        await waiting(bodies, 0)
+        await clock().passing(waiting(bodies, 0))
         while server.state.connections or server.state.tasks:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         for other in held:
             bodies.give(other)
 
 
 @pytest.mark.parametrize(
     ("timeout_s", "header", "status", "code"),
-    [(0.05, "x: y", 503, "server_busy"), (60.0, "x-pd-timeout-s: 0.05", 504, "timeout")],
+    [(20.0, "x: y", 503, "server_busy"), (60.0, "x-pd-timeout-s: 20", 504, "timeout")],
 )
 async def test_the_wait_for_room_has_an_end(timeout_s: float, header: str, status: int, code: str) -> None:
     limits = HttpLimits(max_body_bytes=LARGE, max_body_memory=4 * LARGE, body_timeout_s=timeout_s)
@@ -138,7 +138,8 @@ async def test_the_wait_for_room_has_an_end(timeout_s: float, header: str, statu
     app = make_app(FakeDispatcher(), limits=limits, bodies=bodies)
     async with serving(app, limits, bodies=bodies) as server, connected(server.port) as client:
         await client.send(post(COMPLETIONS, PROMPT.ljust(LARGE), header))
-        reply = await client.reply()
+        await waiting(bodies, 1)
+        reply = await clock().passing(client.reply())
         assert (reply.status, reply.error()["code"]) == (status, code)
         assert "no room for the body" in reply.error()["message"]
         assert await client.at_end()
@@ -154,13 +155,11 @@ async def begin_exempt(server: Serving, bodies: ByteBudget, client: Client) -> N
     size = bodies.held
     await client.send(post(COMPLETIONS, PROMPT.ljust(LARGE))[:BEGINNING])
     while bodies.held < size + BEGINNING // 2:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
 
 
-async def test_who_keeps_others_waiting_and_does_not_send_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_keeps_others_waiting_and_does_not_send_is_408() -> None:
     """Long before its own time is over."""
-    monkeypatch.setattr(request_body, "_GRACE_S", 0.01)
-    monkeypatch.setattr(request_body, "_CHECK_S", 0.01)
     bodies = budget()
     full = Held()
     await bodies.wait(full, FULL - 1)
@@ -172,7 +171,8 @@ async def test_who_keeps_others_waiting_and_does_not_send_is_408(monkeypatch: py
     ):
         await begin_exempt(server, bodies, slow)
         await other.send(post(COMPLETIONS, PROMPT.ljust(LARGE)))
-        reply = await slow.reply()
+        await waiting(bodies, 1)
+        reply = await clock().passing(slow.reply())
         assert (reply.status, "while others waited" in reply.error()["message"]) == (408, True)
         assert (await other.reply()).status == 200
         bodies.give(full)
@@ -189,10 +189,7 @@ async def test_the_pace_may_be_looked_at_in_the_turn_in_which_the_time_is_over(m
         if self._budget.num_waiting:
             self._timeout.reschedule(loop.time())
             loop.call_soon(check, self)
-        else:
-            self._watch = loop.call_later(0.001, late, self)
 
-    monkeypatch.setattr(request_body, "_GRACE_S", 0.0)
     monkeypatch.setattr(request_body.BodyReader, "_check_pace", late)
     bodies = budget()
     full = Held()
@@ -205,14 +202,14 @@ async def test_the_pace_may_be_looked_at_in_the_turn_in_which_the_time_is_over(m
     ):
         await begin_exempt(server, bodies, slow)
         await other.send(post(COMPLETIONS, PROMPT.ljust(LARGE)))
-        assert (await slow.reply()).status == 408
+        await waiting(bodies, 1)
+        assert (await clock().passing(slow.reply())).status == 408
         assert (await other.reply()).status == 200
         bodies.give(full)
     assert errors == []
 
 
 async def test_who_keeps_nobody_waiting_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "_GRACE_S", 0.0)
     checks = 0
 
     def counted(self: request_body.BodyReader) -> None:
@@ -221,16 +218,16 @@ async def test_who_keeps_nobody_waiting_may_take_its_time(monkeypatch: pytest.Mo
         check(self)
 
     check = request_body.BodyReader._check_pace
-    monkeypatch.setattr(request_body, "_CHECK_S", 0.001)
     monkeypatch.setattr(request_body.BodyReader, "_check_pace", counted)
     bodies = budget()
     full = Held()
     await bodies.wait(full, FULL - 1)
-    app = make_app(FakeDispatcher(say(ids("ab"))), limits=LIMITS, bodies=bodies)
-    async with serving(app, LIMITS, bodies=bodies) as server, connected(server.port) as slow:
+    app = make_app(FakeDispatcher(say(ids("ab"))), limits=PATIENT, bodies=bodies)
+    async with serving(app, PATIENT, bodies=bodies) as server, connected(server.port) as slow:
         await begin_exempt(server, bodies, slow)
         while checks < 10:
-            await asyncio.sleep(0.001)
+            clock().advance(1.0)
+            await asyncio.sleep(0)
         await slow.send(post(COMPLETIONS, PROMPT.ljust(LARGE))[BEGINNING:])
         assert (await slow.reply()).status == 200
         bodies.give(full)

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 import uvloop
-from http_server import connected, get, run, serving
+from coroutines import run
+from http_server import connected, get, serving
 from starlette.types import Receive, Scope, Send
 
 from pdkv.router.http.server import protocol as limits

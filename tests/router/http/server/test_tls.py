@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
+from coroutines import clock, run
 from fake_dispatcher import FakeDispatcher, say
-from http_server import Client, Serving, connected, get, post, run, serving
+from http_server import Client, Serving, connected, get, post, serving
 from small_app import MODEL, ids, make_app
 from starlette.types import Receive, Scope, Send
 from tls import Certificates, client_context, make_certificates
@@ -23,10 +23,11 @@ from pdkv.config import HttpLimits, TlsConfig
 from pdkv.errors import ConfigError
 from pdkv.router.http.server import connections as http_connections
 from pdkv.router.http.server.certificates import Tls, load_context
+from pdkv.testing import VirtualLoop, VirtualUvloop
 
-event_loop = uvloop.new_event_loop  # the router's kind
+event_loop = VirtualUvloop
 
-LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+LOOPS = {"uvloop": VirtualUvloop, "asyncio": VirtualLoop}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ async def bytes_app(scope: Scope, receive: Receive, send: Send) -> None:
 async def ends(server: Serving) -> None:
     """Until no connection is left, with a handshake or without."""
     while server.room.num_open or server.state.connections or server.state.tasks:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -145,7 +146,7 @@ def test_clients_are_known_by_their_certificates(files: Certificates, other: Cer
             assert await status(server, None) == (200 if reqs == "optional" else 0)
             await ends(server)
 
-    run(main())
+    run(main(), event_loop)
 
 
 @pytest.mark.parametrize("first", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n", bytes(100_000)])
@@ -156,11 +157,11 @@ def test_what_is_no_handshake_ends_soon(
     caplog.set_level(logging.INFO)
 
     async def main() -> None:
-        async with serving(bytes_app, HttpLimits(header_timeout_s=0.2), tls=Tls(config(files))) as server:
+        async with serving(bytes_app, tls=Tls(config(files))) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(first)
             with contextlib.suppress(ConnectionResetError):
-                assert b"HTTP" not in await reader.read()
+                assert b"HTTP" not in await (reader.read() if len(first) > 3 else clock().passing(reader.read()))
             await ends(server)
             writer.close()
 
@@ -233,7 +234,7 @@ def test_a_renewed_certificate_is_for_those_who_come_then(
             assert "the certificate stays as it is: --ssl-certfile: the certificate and the private key" in caplog.text
             await ask(server, other)
 
-    run(main())
+    run(main(), event_loop)
 
 
 @pytest.mark.parametrize("size", [64 << 20, 4 << 20, 1000], ids=["much", "some", "little"])
@@ -242,7 +243,7 @@ def test_a_client_that_does_not_read_does_not_keep_its_connection(files: Certifi
     """Nor does one that has everything, and says no goodbye."""
 
     async def main() -> None:
-        async with serving(bytes_app, HttpLimits(send_timeout_s=0.1), tls=Tls(config(files))) as server:
+        async with serving(bytes_app, tls=Tls(config(files))) as server:
             with socket.socket() as plain:
                 plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 await asyncio.to_thread(plain.connect, ("127.0.0.1", server.port))
@@ -251,7 +252,7 @@ def test_a_client_that_does_not_read_does_not_keep_its_connection(files: Certifi
                     client.sendall(get(f"/{size}", "connection: close"))
                     while not server.state.total_requests:
                         await asyncio.sleep(0)
-                    await ends(server)
+                    await clock().passing(ends(server))
 
     run(main(), LOOPS[loop])
 
@@ -279,13 +280,17 @@ def test_a_client_that_reads_slowly_gets_everything(files: Certificates, loop: s
     size = 8 << 20
 
     async def main() -> None:
-        async with serving(bytes_app, HttpLimits(send_timeout_s=2.0), tls=Tls(config(files))) as server:
+        async with serving(bytes_app, limits := HttpLimits(), tls=Tls(config(files))) as server:
             async with narrow(server, files) as client:
                 await client.send(get(f"/{size}", "connection: close"))
+                num_read = len(await client.reader.readexactly(1))
+                [connection] = server.state.connections
                 for _ in range(12):
-                    assert len(await client.reader.readexactly(size // 16)) == size // 16
-                    await asyncio.sleep(0.2)
-                assert len(await client.reader.read()) > size // 8
+                    before = connection.num_unsent
+                    while before and connection.num_unsent >= before:
+                        num_read += len(await client.reader.read(4096))
+                    clock().advance(0.9 * limits.send_timeout_s)
+                assert num_read + len(await client.reader.read()) > size
             await ends(server)
 
     run(main(), LOOPS[loop])
@@ -300,7 +305,10 @@ def test_a_stop_waits_until_a_slow_reader_has_everything(files: Certificates, lo
                 assert (await client.reader.readline()).startswith(b"HTTP/1.1 200")
                 while server.state.tasks:
                     await asyncio.sleep(0)
-                assert await server.room.send_rest(0.05) == 1
+                rest = asyncio.create_task(server.room.send_rest(5.0))
+                await asyncio.sleep(0)
+                clock().advance(5.0)
+                assert await rest == 1
                 rest = asyncio.create_task(server.room.send_rest(20.0))
                 assert len(await client.reader.read()) > 8_000_000
                 assert await rest == 0

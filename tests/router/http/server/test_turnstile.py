@@ -4,7 +4,8 @@ import asyncio
 import socket
 
 import uvloop
-from http_server import get, post, run, serving
+from coroutines import run
+from http_server import get, post, serving
 from starlette.types import Receive, Scope, Send
 
 from pdkv.router.http.server.turnstile import STARTS_PER_TURN, Turnstile
