@@ -30,7 +30,7 @@ from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
 from pdkv.kv_store.base import Buffer, KVStore, Scattered
 from pdkv.kv_store.registry import open_store
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 MID = KVLayout(16, 8, 64, HASH_BLOCK_SIZE, "bfloat16", 2)
 WAIT_S = 60.0

@@ -20,13 +20,13 @@ from benchmarks.report import Claim, Context
 from benchmarks.step_thread import BLOCK_SIZE, CONNECTORS, VOCAB_SIZE, WAIT_S, engine, has_nixl, scatter, submit
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import prepare
+from pdkv.wire.kv import KVLayout
 from pdkv.wire.messages import (
     Allocated,
     Continue,
     EngineToRouter,
     Finished,
     HandedOff,
-    KVLayout,
     KVReady,
     KVTicket,
     Peers,

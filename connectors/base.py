@@ -21,19 +21,9 @@ from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.options import Options
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.step_done import StepDone
-from pdkv.wire.messages import (
-    CacheAnswer,
-    CacheOrder,
-    ChecksumMode,
-    ConnectorKind,
-    ConnectorStats,
-    EngineCard,
-    KVHandoff,
-    KVLayout,
-    KVTerms,
-    Order,
-    TierEvents,
-)
+from pdkv.wire.kv import ChecksumMode, ConnectorKind, EngineCard, KVHandoff, KVLayout, KVTerms, Order
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
 if TYPE_CHECKING:
     import torch

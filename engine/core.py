@@ -25,16 +25,14 @@ from pdkv.errors import (
     RankError,
 )
 from pdkv.wire.frames import key_of
+from pdkv.wire.kv import EngineCard, KVHandoff
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     Abort,
     AskReport,
-    CacheOrder,
     Continue,
-    EngineCard,
     EngineToRouter,
     Failed,
-    KVHandoff,
     KVReady,
     KVTicket,
     Peers,
@@ -45,6 +43,7 @@ from pdkv.wire.messages import (
     Trial,
 )
 from pdkv.wire.step_watch import StepWatch
+from pdkv.wire.tiers import CacheOrder
 
 logger = logging.getLogger(__name__)
 

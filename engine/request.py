@@ -10,7 +10,9 @@ from pdkv.base.log_fields import RequestName
 from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.engine.plan import NewRequest
 from pdkv.kernels.block_keys import keys_behind
-from pdkv.wire.messages import RequestKey, SourceCounts, Submit
+from pdkv.wire.messages import Submit
+from pdkv.wire.reports import SourceCounts
+from pdkv.wire.types import RequestKey
 
 
 class Request:

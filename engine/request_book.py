@@ -18,20 +18,20 @@ from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import GrammarGivenUp, InvalidRequest, KVNotFound, PdkvError, RequestTimeout, ServerBusy
 from pdkv.wire.frames import key_of
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     PROBE_SALT,
-    EngineCard,
     Failed,
     Finished,
     PromptLogprobs,
-    RequestKey,
     RouterToEngine,
-    SourceCounts,
     Submit,
     Tokens,
 )
+from pdkv.wire.reports import SourceCounts
+from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 

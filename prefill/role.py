@@ -10,7 +10,8 @@ from pdkv.engine.outside.external import ExternalKV
 from pdkv.engine.request import Request
 from pdkv.errors import KVNotFound, TransferTimeout
 from pdkv.prefill.leases import Lease, LeaseTable
-from pdkv.wire.messages import HandedOff, KVHandoff, KVReady, KVTicket, Release, RouterToEngine
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import HandedOff, KVReady, KVTicket, Release, RouterToEngine
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata, PullScheduler
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import StaleGeneration, TransferCancelled, TransferError
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 
 class MemoryPullScheduler(MemoryScheduler, PullScheduler):

@@ -11,7 +11,7 @@ from pdkv.connectors.peer.push_worker import Incoming, PieceRange
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.errors import KVCorrupted, KVNotFound, TransferCancelled, TransferError, TransferTimeout
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 
 class MemoryPushScheduler(MemoryScheduler, PushScheduler):

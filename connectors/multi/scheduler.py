@@ -44,7 +44,9 @@ from pdkv.connectors.multi.wire import (
 )
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import CacheAnswer, CacheOrder, ConnectorKind, ConnectorStats, EngineCard, TierEvents
+from pdkv.wire.kv import ConnectorKind, EngineCard
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
 logger = logging.getLogger(__name__)
 

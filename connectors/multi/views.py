@@ -15,8 +15,8 @@ from pdkv.connectors.base import (
     TransferKey,
 )
 from pdkv.connectors.multi.wire import Child, decode_handoff, decode_ticket
+from pdkv.wire.kv import ConnectorKind
 from pdkv.wire.lending import is_lent
-from pdkv.wire.messages import ConnectorKind
 
 Range = TypeVar("Range", ScheduledRange, ConfirmedRange)
 

@@ -8,7 +8,8 @@ import msgspec
 from pdkv.connectors.base import KVConnector, KVConnectorMetadata, TransferKey
 from pdkv.errors import MalformedMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 
 class Child(NamedTuple):

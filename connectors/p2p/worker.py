@@ -27,7 +27,7 @@ from pdkv.connectors.transfer.lanes import Lane, LaneConfig
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import KVCorrupted, KVNotFound, PdkvError, TransferCancelled, TransferError
 from pdkv.host.huge_pages import use_huge_pages
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from pdkv.connectors.transfer.digest import PieceDigests, PoolDigests, cut_token
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVCorrupted
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import TransferTimeout
 from pdkv.kernels.digest import Digests
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 _LOOK_S = 0.0005
 """Another process' memory tells nobody that it has changed."""

@@ -12,7 +12,7 @@ from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, unit_index
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVNotFound
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 
 class PullPiece(NamedTuple):

@@ -33,8 +33,9 @@ from pdkv.connectors.transfer.block_runs import MAX_BLOCKS, pack_blocks, unpack_
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.errors import MalformedMessage, TransferError
 from pdkv.wire.decoding import decode_total
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.lending import borrower_id
-from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 
 class PushTicket(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, blocks_of, 
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.connectors.transfer.worker import Job, Task
 from pdkv.errors import KVCorrupted, KVNotFound, PdkvError, PeerGone, TransferError
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from itertools import count
 
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.store.plan import StoreAhead, StoreCut, Value
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 
 class LookAhead:

@@ -12,7 +12,7 @@ from pdkv.connectors.transfer.lanes import Lane
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import StoreError, TransferTimeout
 from pdkv.kv_store.base import KVStore
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 logger = logging.getLogger(__name__)
 

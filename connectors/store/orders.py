@@ -20,7 +20,9 @@ from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, ConnectorStats, TierAnswer
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.types import MAX_PROBLEM_CHARS
 
 logger = logging.getLogger(__name__)
 

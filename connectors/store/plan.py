@@ -21,7 +21,8 @@ from pdkv.connectors.store import envelope
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import ConfigError
-from pdkv.wire.messages import CacheOrder, KVTerms
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.tiers import CacheOrder
 
 _SUFFIX = struct.Struct("<IHHHHH8s")  # tokens_per_value, shards, layer groups, shard, layer group, format, signer
 _KEY_BYTES = 16

@@ -53,7 +53,8 @@ from pdkv.connectors.store.plan import (
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.errors import IncompatiblePeers, KVNotFound, MalformedMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import CacheAnswer, CacheOrder, EngineCard, KVTerms, TierEvents
+from pdkv.wire.kv import EngineCard, KVTerms
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
 SAVE_STEPS = 4
 """What decodes fill in so many steps is saved together: waking the saving threads costs more than a value."""

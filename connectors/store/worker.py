@@ -48,7 +48,8 @@ from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
-from pdkv.wire.messages import ConnectorStats, KVTerms
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.reports import ConnectorStats
 
 if TYPE_CHECKING:
     import torch

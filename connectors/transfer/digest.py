@@ -23,7 +23,7 @@ from pdkv.kernels.digest import Digests, add_digests, available, mix, seeds_of
 from pdkv.kernels.host import Rows
 from pdkv.kernels.stream import StreamArgs
 from pdkv.kernels.streams import streams_of
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 if TYPE_CHECKING:
     import torch

@@ -28,6 +28,7 @@ from pdkv.wire.frames import (
     key_of,
     split,
 )
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     OLDEST_PROTOCOL,
@@ -35,14 +36,13 @@ from pdkv.wire.messages import (
     Abort,
     Beat,
     Disconnect,
-    EngineCard,
     EngineToRouter,
     Failed,
     Hello,
     Ready,
-    RequestKey,
     RouterToEngine,
 )
+from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import SIDES, RouteChooser
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import Order
+from pdkv.wire.kv import Order
 from pdkv.wire.refusal_note import RefusalNote
 
 __all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]

@@ -7,19 +7,9 @@ from pdkv.errors import PdkvError
 from pdkv.router.generations.loan import Loan, LoanKey
 from pdkv.router.generations.output import Output
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
-from pdkv.wire.messages import (
-    Allocated,
-    Failed,
-    Finished,
-    FinishReason,
-    HandedOff,
-    KVHandoff,
-    KVReady,
-    Loaded,
-    Release,
-    SourceCounts,
-    Tokens,
-)
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import Allocated, Failed, Finished, FinishReason, HandedOff, KVReady, Loaded, Release, Tokens
+from pdkv.wire.reports import SourceCounts
 
 FlowMessage = Tokens | Finished | HandedOff | Allocated | KVReady | Loaded | Failed | Release
 """What an engine says about one request."""

@@ -15,13 +15,12 @@ from pdkv.router.generations.probes import Prober
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
 from pdkv.router.routing.tier_index import TierIndex
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     Allocated,
     AskReport,
     Beat,
-    CacheAnswer,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
@@ -29,16 +28,16 @@ from pdkv.wire.messages import (
     KVEvents,
     KVReady,
     Loaded,
-    LoadReport,
     Peers,
     Release,
-    RequestKey,
     Resync,
     RouterToEngine,
-    TierEvents,
     Tokens,
     Trial,
 )
+from pdkv.wire.reports import LoadReport
+from pdkv.wire.tiers import CacheAnswer, TierEvents
+from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 
 from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.sampling.params import SamplingParams
+from pdkv.wire.kv import KVHandoff
 from pdkv.wire.lending import lent_id
-from pdkv.wire.messages import HandedOff, KVHandoff, KVTicket, Release, RouterToEngine, Submit
+from pdkv.wire.messages import HandedOff, KVTicket, Release, RouterToEngine, Submit
 
 LoanState = Literal["wanted", "asked", "granted", "over"]
 

@@ -34,7 +34,8 @@ from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling.params import SamplingParams
 from pdkv.sampling.shape import Grammar, StructuredOutputs
 from pdkv.testing.engine import of_type, output_of, submit
-from pdkv.wire.messages import Abort, AskReport, EngineToRouter, Failed, Finished, LoadReport, Peers, Tokens
+from pdkv.wire.messages import Abort, AskReport, EngineToRouter, Failed, Finished, Peers, Tokens
+from pdkv.wire.reports import LoadReport
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)

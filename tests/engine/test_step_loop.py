@@ -17,7 +17,8 @@ from pdkv.errors import PeerGone, RankGone
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, submit
 from pdkv.testing.standin import StandInExecutor, expected_tokens
-from pdkv.wire.messages import Abort, EngineCard, EngineToRouter, Finished, Peers, Tokens, Trial
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import Abort, EngineToRouter, Finished, Peers, Tokens, Trial
 
 PROMPT = list(range(100, 110))
 WAIT_S = 60.0

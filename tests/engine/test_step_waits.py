@@ -24,7 +24,7 @@ from pdkv.errors import RankTimeout
 from pdkv.kernels import streams
 from pdkv.sampling.logits_processors import ModelInfo, ProcessorSet
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 MAX_LEN, NUM_BLOCKS = 128, 24
 CPU = torch.device("cpu")

@@ -18,22 +18,21 @@ from pdkv.connectors.multi.wire import decode_handoff
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
+from pdkv.wire.kv import KVGroup, KVHandoff
 from pdkv.wire.lending import lent_id
 from pdkv.wire.messages import (
     Allocated,
     EngineToRouter,
     Failed,
     HandedOff,
-    KVGroup,
-    KVHandoff,
     KVReady,
     KVTicket,
     Loaded,
     Peers,
     Release,
-    SourceCounts,
     Submit,
 )
+from pdkv.wire.reports import SourceCounts
 
 FIRST = list(range(100, 110))
 ANSWER = expected_tokens(FIRST, 10)

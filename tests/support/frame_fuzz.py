@@ -14,41 +14,37 @@ from pdkv.connectors.p2p.wire import CHANNEL
 from pdkv.connectors.peer import auth as peer_auth
 from pdkv.sampling.params import SamplingParams
 from pdkv.wire.frames import decode_frame
+from pdkv.wire.kv import EngineCard, KVHandoff, KVLayout
 from pdkv.wire.messages import (
     Abort,
     Allocated,
     AskReport,
     Beat,
-    BlockCounts,
     BlockRemoved,
     BlockStored,
     CacheCleared,
     Continue,
     Disconnect,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
     HandedOff,
     Hello,
     KVEvents,
-    KVHandoff,
-    KVLayout,
     KVReady,
     KVTicket,
     Loaded,
-    LoadReport,
     Peers,
     PromptLogprobs,
     Ready,
     Release,
     Resync,
     RouterToEngine,
-    SourceCounts,
     Submit,
     TokenLogprob,
     Tokens,
 )
+from pdkv.wire.reports import BlockCounts, LoadReport, SourceCounts
 
 FRAMES_PER_CONNECTION = 50
 MESSAGES_PER_NAME = 12

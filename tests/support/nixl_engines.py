@@ -16,7 +16,7 @@ from push_rig import make_layout as rank_layout
 from push_rig import view as any_view
 
 from pdkv.connectors.base import ConfirmedRange, RequestView, TransferOutcome, TransferResults
-from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.kv import EngineCard, KVHandoff, KVLayout
 
 NUM_BLOCKS = 64
 HEADS = 4

@@ -16,7 +16,7 @@ from nursery import run_nursery
 from push_rig import PushEngine, full_kv, make_layout, view
 
 from pdkv.connectors.p2p.connector import P2PConnector
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 WIDE = {"num_layers": 4, "head_size": 64}
 

@@ -7,29 +7,25 @@ from typing import Any
 
 from pdkv.router.request import GenerateRequest
 from pdkv.sampling.params import SamplingParams
+from pdkv.wire.kv import ConnectorKind, EngineCard, KVHandoff, KVLayout, Order
 from pdkv.wire.lending import is_lent
 from pdkv.wire.messages import (
     Abort,
     Allocated,
-    ConnectorKind,
     Continue,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
     HandedOff,
-    KVHandoff,
-    KVLayout,
     KVReady,
     KVTicket,
     Loaded,
-    Order,
     Release,
     RouterToEngine,
-    SourceCounts,
     Submit,
     Tokens,
 )
+from pdkv.wire.reports import SourceCounts
 
 STOP = 7
 """The token that ends a generation."""

@@ -23,7 +23,7 @@ from pdkv.vllm.peers import CardDirectory
 from pdkv.vllm.scheduler import Identity, ScheduledRequest, VllmScheduler
 from pdkv.vllm.staging import StagingBooks
 from pdkv.vllm.worker import EndedLoads, VllmWorker
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 BLOCK = 32
 LAYERS = 2

@@ -23,15 +23,7 @@ from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.frames import PIECE_BYTES, decode_frame, encode_message, encode_raw_frame, split
-from pdkv.wire.messages import (
-    Abort,
-    Disconnect,
-    Hello,
-    Release,
-    Resync,
-    TokenLogprob,
-    Tokens,
-)
+from pdkv.wire.messages import Abort, Disconnect, Hello, Release, Resync, TokenLogprob, Tokens
 
 NO_TEXT = encode_frame(Frame(0, [Abort("q", 0)])).replace(b"messages", b"messag\xff\xfe")
 """A frame whose text is no UTF-8: its error is not msgspec's own."""
@@ -258,7 +250,8 @@ def test_no_descriptor_for_a_socket_is_a_start_up_error(tmp_path: Path) -> None:
 ENGINE_PROGRAM = """
 import sys
 import msgspec
-from pdkv.wire.messages import EngineCard, Release, Tokens
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import Release, Tokens
 from pdkv.wire.engine_server import EngineServer
 
 card = msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=EngineCard)

@@ -16,7 +16,8 @@ from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.worker.drafts import Proposer
 from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
-from pdkv.wire.messages import EngineCard, KVLayout, RequestKey
+from pdkv.wire.kv import EngineCard, KVLayout
+from pdkv.wire.types import RequestKey
 
 VOCAB_SIZE = 997
 NUM_LAYERS = 2

@@ -17,7 +17,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.vllm.identity import AdapterIdentities
 from pdkv.vllm.staging import BlockPairs, PeerChange, StagingBooks, StepOrders
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 logger = logging.getLogger(__name__)
 

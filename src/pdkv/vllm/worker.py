@@ -14,7 +14,7 @@ from pdkv.errors import ConfigError
 from pdkv.kernels.streams import streams_of
 from pdkv.vllm.copies import StagingCopies
 from pdkv.vllm.staging import BlockPairs, StepOrders
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,8 @@ import msgspec
 from pdkv.base.limits import MAX_ID_CHARS
 from pdkv.errors import MalformedMessage, UnsendableMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import Attempt, EngineToRouter, RequestKey, RouterToEngine
+from pdkv.wire.messages import EngineToRouter, RouterToEngine
+from pdkv.wire.types import Attempt, RequestKey
 
 MAX_FRAME_BYTES = 64 << 20
 """A peer that sends a larger frame is disconnected."""

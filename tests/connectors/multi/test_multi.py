@@ -44,19 +44,10 @@ from pdkv.launch.specs import EngineSpec
 from pdkv.prefill.role import PrefillRole
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
+from pdkv.wire.kv import KVLayout
 from pdkv.wire.lending import lent_id
-from pdkv.wire.messages import (
-    MAX_BLOB_BYTES,
-    Allocated,
-    Finished,
-    HandedOff,
-    KVLayout,
-    KVReady,
-    KVTicket,
-    Loaded,
-    Peers,
-    Release,
-)
+from pdkv.wire.messages import Allocated, Finished, HandedOff, KVReady, KVTicket, Loaded, Peers, Release
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
 SHAREABLE = KVLayout(2, 1, 8, 16, "float32", 4)

@@ -35,7 +35,7 @@ from pdkv.errors import (
     TransferTimeout,
 )
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 pytestmark = needs_nixl
 

@@ -17,7 +17,7 @@ from pdkv.connectors.nixl.wire import OfferDigests, Wire
 from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.errors import KVCorrupted, TransferCancelled, TransferError
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 pytestmark = needs_nixl
 

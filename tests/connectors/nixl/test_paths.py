@@ -27,7 +27,8 @@ from pdkv.errors import ConfigError, KVNotFound, PeerGone, StaleGeneration, Tran
 from pdkv.host import process_memory
 from pdkv.host.process_info import process_start_time
 from pdkv.host.process_memory import ProcessMemory
-from pdkv.wire.messages import ConnectorStats, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.reports import ConnectorStats
 
 pytestmark = needs_nixl
 

@@ -18,7 +18,7 @@ from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.peer.push_worker import RECEIVE_TIMEOUT_S
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 torch.set_num_threads(1)
 

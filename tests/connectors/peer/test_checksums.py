@@ -18,7 +18,7 @@ from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVCorrupted, KVNotFound, PeerGone, TransferTimeout
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 NUM_TOKENS = 75
 SOURCE, TARGET = [9, 2, 17, 4, 30], [8, 1, 22, 13, 5]

@@ -10,7 +10,7 @@ from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import HeadPart, as_ids
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVNotFound
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 OWN = KVLayout(num_layers=3, num_kv_heads=4, head_size=8, block_size=16, dtype="float32", dtype_bytes=4)
 PEER = msgspec.structs.replace(OWN, num_kv_heads=2, total_kv_heads=4, block_size=32)

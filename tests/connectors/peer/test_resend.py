@@ -12,7 +12,7 @@ from pdkv.connectors.base import RequestView
 from pdkv.connectors.nixl.connector import NixlPushConnector
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import KVHandoff
+from pdkv.wire.kv import KVHandoff
 
 SOURCE, TARGET = [9, 3, 1], [0, 1, 2]
 NUM_TOKENS = 40

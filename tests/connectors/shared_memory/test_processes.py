@@ -27,7 +27,7 @@ from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_size=32, block_size=16, dtype="bfloat16", dtype_bytes=2)
 NUM_BLOCKS = 64

@@ -9,7 +9,7 @@ from push_rig import NUM_LAYERS, PullEngine, full_kv, make_layout
 
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.wire.messages import KVGroup
+from pdkv.wire.kv import KVGroup
 
 torch.set_num_threads(1)
 

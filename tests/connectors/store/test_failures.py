@@ -16,7 +16,7 @@ from pdkv.kernels.streams import HOST
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.tiers import TieredStore
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.reports import ConnectorStats
 
 # --- lookups ------------------------------------------------------------------------------------------------------
 

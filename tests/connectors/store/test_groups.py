@@ -23,7 +23,8 @@ from pdkv.errors import ConfigError
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.registry import open_store
 from pdkv.testing.engine import SideBySide, at_rest, of_type, output_of, submit
-from pdkv.wire.messages import EngineToRouter, Finished, KVGroup, Loaded, Submit
+from pdkv.wire.kv import KVGroup
+from pdkv.wire.messages import EngineToRouter, Finished, Loaded, Submit
 
 FULL, WINDOW, SMALL = KVGroup((0,)), KVGroup((1,), 40), KVGroup((2,), 17)
 SHAPES = [

@@ -24,7 +24,8 @@ from pdkv.kv_store.registry import open_store
 from pdkv.kv_store.terms import Terms
 from pdkv.kv_store.tiers import TieredStore
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import CacheOrder, KVTerms
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.tiers import CacheOrder
 
 NUM_TOKENS = 256
 NUM_VALUES = 4

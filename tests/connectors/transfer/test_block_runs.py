@@ -18,7 +18,8 @@ from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, MAX_BLOCKS, pack_b
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import TransferError
 from pdkv.kernels import block_runs
-from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff, KVLayout
+from pdkv.wire.kv import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 LAYOUT = KVLayout(1, 1, 1, 16, "int64", 8)
 

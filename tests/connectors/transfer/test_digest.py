@@ -10,7 +10,7 @@ from pdkv.connectors.transfer.digest import PoolDigests, Tokens, bind, cut_token
 from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.connectors.transfer.pool_copy import unit_pieces
 from pdkv.connectors.transfer.units import UnitPart
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 LAYERS, HEADS, HEAD_SIZE = 3, 4, 6
 NUM_TOKENS = 117

@@ -10,7 +10,9 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import root_of
 from pdkv.engine.outside.cache_orders import SLACK_S
 from pdkv.testing.engine import make_core, of_type, run, submit
-from pdkv.wire.messages import BlockRemoved, CacheAction, CacheAnswer, CacheOrder, KVEvents, KVGroup, TierAnswer
+from pdkv.wire.kv import KVGroup
+from pdkv.wire.messages import BlockRemoved, KVEvents
+from pdkv.wire.tiers import CacheAction, CacheAnswer, CacheOrder, TierAnswer
 
 PROMPT = list(range(100, 118))  # four blocks of 4 tokens, and two tokens
 

@@ -24,7 +24,8 @@ from pdkv.engine.worker.kv_cache import num_blocks_that_fit
 from pdkv.errors import ConfigError
 from pdkv.models.config import load_model_config
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import ConnectorStats, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.reports import ConnectorStats
 from tests.engine.worker.step_driver import StepDriver
 from tests.engine.worker.transformers_oracle import draw_prompts, logprobs
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from hosts.machine import Host
-from pdkv.wire.messages import EngineCard, KVHandoff
+from pdkv.wire.kv import EngineCard, KVHandoff
 
 WAIT_S = 60.0
 

@@ -22,7 +22,9 @@ from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import PeerGone, TransferError
 from pdkv.prefill.leases import LeaseTable
-from pdkv.wire.messages import Order, RequestKey, Tokens
+from pdkv.wire.kv import Order
+from pdkv.wire.messages import Tokens
+from pdkv.wire.types import RequestKey
 from state_machine.standin_store import StandInStoreMetadata, StandInStoreScheduler, StandInStoreWorker
 
 Pair = tuple[str, Order, str]

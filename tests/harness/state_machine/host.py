@@ -32,20 +32,19 @@ from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest, Route
 from pdkv.sampling.params import SamplingParams
 from pdkv.sampling.shape import Grammar
+from pdkv.wire.kv import EngineCard, Order
 from pdkv.wire.messages import (
     BlockStored,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
     Loaded,
-    Order,
     Peers,
     Release,
-    RequestKey,
     RouterToEngine,
     Tokens,
 )
+from pdkv.wire.types import RequestKey
 from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward
 from state_machine.standin import StandIn
 from state_machine.standin_store import STAND_IN_STORE, BlockStore, ReadStore, StoreName, share_store, store_of

@@ -27,13 +27,12 @@ from pdkv.wire.messages import (
     Failed,
     Finished,
     Loaded,
-    LoadReport,
     PromptLogprobs,
-    SourceCounts,
     Submit,
     TokenLogprob,
     Tokens,
 )
+from pdkv.wire.reports import LoadReport, SourceCounts
 
 
 def held_system(num: int) -> System:

@@ -13,6 +13,7 @@ from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFaile
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.sampling.params import SamplingParams
+from pdkv.wire.kv import KVHandoff, KVTerms
 from pdkv.wire.lending import is_lent, lent_id
 from pdkv.wire.messages import (
     Abort,
@@ -21,18 +22,16 @@ from pdkv.wire.messages import (
     Failed,
     Finished,
     HandedOff,
-    KVHandoff,
     KVReady,
-    KVTerms,
     KVTicket,
     Loaded,
     PromptLogprobs,
     Release,
-    SourceCounts,
     Submit,
     TokenLogprob,
     Tokens,
 )
+from pdkv.wire.reports import SourceCounts
 
 NOW = 100.0
 PAIRS = [

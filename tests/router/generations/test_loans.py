@@ -12,20 +12,10 @@ from pdkv.errors import RequestFailed
 from pdkv.router.generations import driver
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest
+from pdkv.wire.kv import EngineCard, KVHandoff
 from pdkv.wire.lending import is_lent
-from pdkv.wire.messages import (
-    BlockStored,
-    CacheCleared,
-    EngineCard,
-    HandedOff,
-    KVEvents,
-    KVHandoff,
-    KVReady,
-    Loaded,
-    Release,
-    SourceCounts,
-    Submit,
-)
+from pdkv.wire.messages import BlockStored, CacheCleared, HandedOff, KVEvents, KVReady, Loaded, Release, Submit
+from pdkv.wire.reports import SourceCounts
 
 REQUEST_TOKENS = 100
 NUM_LENT = 96

@@ -21,7 +21,9 @@ from pdkv.errors import (
 )
 from pdkv.router.generations.generation import Generation
 from pdkv.router.request import GenerateRequest
-from pdkv.wire.messages import Abort, Beat, Failed, Loaded, Order, Release, SourceCounts, Submit
+from pdkv.wire.kv import Order
+from pdkv.wire.messages import Abort, Beat, Failed, Loaded, Release, Submit
+from pdkv.wire.reports import SourceCounts
 
 LEGAL: list[tuple[str, Order]] = [(kind, order) for kind, orders in ORDERS_OF.items() for order in orders]
 

@@ -5,7 +5,7 @@ from typing import Literal
 from pdkv.base.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
 from pdkv.connector_kit.rig.content import Text, token_ids
 from pdkv.connectors.base import RequestView, TransferKey
-from pdkv.wire.messages import KVHandoff, KVLayout
+from pdkv.wire.kv import KVHandoff, KVLayout
 
 
 class Request:
