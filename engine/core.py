@@ -302,7 +302,7 @@ class EngineCore:
             case KVTicket(ticket=ticket, number=number) if request.submit.kv == "handoff":
                 request.ticket, request.ticket_number = ticket, number
                 self.external.report_confirmed(request, again=True)
-            case KVHandoff() if message.transfer_id == request.submit.transfer_id:
+            case KVHandoff() if message.transfer_id == request.submit.transfer_id and not message.lent:
                 if request.kv == "await_peer":
                     request.handoff = message
             case KVReady() if request.kv == "handoff" and not request.borrows:

@@ -87,7 +87,7 @@ class Read(Operation):
             source = worker.fabric.endpoint(load.engine, load.epoch)
             if self.content is None:
                 if isinstance(source, MemoryPullWorker) and worker.checksums.are_wanted(
-                    source.config.kv_checksum, load.key[0]
+                    source.config.kv_checksum, load.key.transfer_id
                 ):
                     self.digests = source.digests_of(load.source, load)
                 self.content = copy_out(source.pool, as_ids(load.source).tolist())

@@ -181,7 +181,7 @@ class MultiScheduler(SchedulerConnector):
             failed, load.code = load.child, code if is_part else ""
             name = self._children[failed].name
             logger.warning(
-                "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key, name, code, child.name
+                "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key[:2], name, code, child.name
             )
             load.child, load.may_fall_back = index, False
             self._taken_over.add(key)

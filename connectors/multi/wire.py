@@ -59,13 +59,13 @@ _handshakes = msgspec.msgpack.Decoder(list[Part])
 
 def tag(child: int, key: TransferKey) -> TransferKey:
     """A child's transfer among those of all children: what workers report, ranks aggregate and holds are named by."""
-    return (f"{child}:{key[0]}", key[1])
+    return key._replace(child=child)
 
 
 def untag(key: TransferKey) -> tuple[int, TransferKey]:
     """(child, its own key) of a tagged one."""
-    child, _, transfer_id = key[0].partition(":")
-    return int(child), (transfer_id, key[1])
+    assert key.child is not None
+    return key.child, key._replace(child=None)
 
 
 # --- blobs between engines ----------------------------------------------------------------------------------------

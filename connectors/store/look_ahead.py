@@ -86,4 +86,4 @@ class LookAhead:
         return StoreAhead(ahead.key, unused)
 
     def _make_key(self) -> TransferKey:
-        return f"{self._name}/ahead-{next(self._numbers)}", 1
+        return TransferKey(self._name, 0, part=next(self._numbers))

@@ -34,7 +34,7 @@ _answers = msgspec.msgpack.Decoder(CacheAnswer)
 
 def name_of(order: CacheOrder) -> TransferKey:
     """By which its results are known among those of transfers."""
-    return (f"{order.order_id}/order", 0)
+    return TransferKey(order.order_id, 0)
 
 
 def values_of(cut: StoreCut, block_keys: Sequence[bytes]) -> list[Value]:

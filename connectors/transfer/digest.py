@@ -286,7 +286,7 @@ def bind(digests: Digests, key: TransferKey, start: int, size: int) -> bytes:
         digests: (n, heads), of tokens from `start` on.
         size: tokens of a unit.
     """
-    transfer_id, attempt = key
+    transfer_id, attempt = key[:2]
     name = xxhash.xxh3_64_intdigest(transfer_id.encode(), seed=attempt)
     places = np.arange(start // size, start // size + len(digests), dtype=np.uint64)
     return mix(digests.sum(axis=1, dtype=np.uint64) + mix(places + np.uint64(name))).tobytes()

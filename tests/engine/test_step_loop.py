@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from pdkv.connectors.base import TransferOutcome, TransferResults
+from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.step_loop import Ahead, InTurn, make_step_loop
@@ -132,7 +132,7 @@ def test_a_question_for_ended_transfers_is_asked_once_and_in_turn(monkeypatch: p
     core = make_core()
     engine = Stepped(core, 1)
     log: list[str] = []
-    ended = Ended(TransferResults({("t", 0): TransferOutcome()}, {}, {}, {}))
+    ended = Ended(TransferResults({TransferKey("t", 0): TransferOutcome()}, {}, {}, {}))
     execute = core.executor.execute
 
     def run(plan: StepPlan) -> StepOutput:

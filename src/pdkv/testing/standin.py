@@ -147,8 +147,8 @@ class StandInExecutor(Executor):
         worker, meta = self.worker, plan.kv_meta
         hooks = worker is not None and meta is not None and meta.needs_layer_hooks
         if worker is not None and meta is not None:
-            for key, direction in plan.cancels:
-                worker.cancel(key, direction)
+            for transfer, direction in plan.cancels:
+                worker.cancel(transfer, direction)
             worker.start_load_kv(meta)
         shares = [self._share(share) for share in plan.scheduled]
         for layer in range(NUM_LAYERS):

@@ -159,3 +159,4 @@ class KVHandoff(Message, frozen=True):
     epoch: Id
     num_tokens: Natural  # prompt + output tokens whose KV can be had
     payload: Blob  # msgpack, the connector's own, at most MAX_BLOB_BYTES
+    lent: bool = False  # out of the engine's cache, for the transfer's prompt: not what the prompt's engine computed

@@ -127,7 +127,7 @@ class Submit(Message, frozen=True, kw_only=True):
     adapter: str = ""
     priority: int = 0
     timeout_s: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] = 600.0
-    until: Literal["first_token", "end", "cached"] = "end"  # cached: hand off what the cache has, compute nothing
+    until: Literal["first_token", "end", "cached"] = "end"  # cached: lend what the cache has, compute nothing
     kv: Literal["local", "handoff", "await_peer"] = "local"
     conditional: bool = False  # await_peer only: the engine may decline and prefill by itself
     handoff: KVHandoff | None = None  # await_peer, prefill first; handoff: what another engine lends of the prompt
@@ -199,6 +199,7 @@ class Release(Message, frozen=True):
 
     transfer_id: Id
     attempt: Attempt
+    lent: bool = False  # the lease of what is lent for the transfer's prompt
 
 
 class Trial(Message, frozen=True):

@@ -14,7 +14,7 @@ from pdkv.errors import RankTimeout
 from pdkv.wire.kv import EngineCard
 
 WAIT_S = 30.0
-SENT, LOADED = ("sent", 0), ("loaded", 0)
+SENT, LOADED = TransferKey("sent", 0), TransferKey("loaded", 0)
 
 
 class _Step(PendingStep):

@@ -53,8 +53,8 @@ class Request:
 
     @property
     def transfer_key(self) -> TransferKey:
-        """(transfer_id, attempt)."""
-        return (self.transfer_id, self.attempt)
+        """The name of what it hands off, or loads."""
+        return TransferKey(self.transfer_id, self.attempt)
 
     @property
     def num_tokens(self) -> int:
