@@ -35,14 +35,13 @@ from pdkv.wire.types import (
     TokenIds,
 )
 
-PROTOCOL = 1
-"""Version of the messages in this module. It rises when a peer of an older one could misunderstand them.
-
-New fields with defaults and new messages need no new version: who does not know them skips them.
+PROTOCOL = 2
+"""Version of the messages between processes. It stays as long as messages only gain fields, with defaults, and new
+messages come: a peer that does not know them skips them. `tests/wire/recorded/` keeps what an engine of it says.
 """
 
-OLDEST_PROTOCOL = 1
-"""Of a peer that is still spoken to."""
+OLDEST_PROTOCOL = 2
+"""Oldest version that is still spoken. Peers of version 1 are refused: they tell loans from hand-offs by their ids."""
 
 FinishReason = Literal["stop", "length"]
 
@@ -110,7 +109,7 @@ class Hello(Message, frozen=True):
 
     router_id: Id
     epoch: Id
-    protocol: Natural = 1  # the router's PROTOCOL; those before the first version said nothing
+    protocol: Natural = 1  # the router's PROTOCOL
 
 
 class Submit(Message, frozen=True, kw_only=True):
@@ -191,7 +190,7 @@ class KVReady(Message, frozen=True):
     attempt: Attempt
     ok: bool
     code: Id = ""
-    ticket: Count | None = None  # number of the ticket that it is about; None: an older engine does not say
+    ticket: Count | None = None  # number of the ticket that it is about; None: about the last one
 
 
 class Release(Message, frozen=True):
@@ -229,7 +228,7 @@ class Tokens(Message, frozen=True, gc=False):
     token_ids: TokenIds
     logprobs: Annotated[list[TokenLogprob], Meta(max_length=MAX_LIST)] | None = None
     # With the first token only; entry 0 is None.
-    prompt_logprobs: PromptLogprobs | None = msgspec.field(default=None, name="encoded_prompt_logprobs")
+    prompt_logprobs: PromptLogprobs | None = None
     sources: SourceCounts | None = None  # with the first token only: who stops early hears no Finished
 
 
