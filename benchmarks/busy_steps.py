@@ -22,7 +22,8 @@ from pdkv.assemble.engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import Abort, CacheOrder, Finished, RouterToEngine, Submit
+from pdkv.wire.messages import Abort, Finished, RouterToEngine, Submit
+from pdkv.wire.tiers import CacheOrder
 
 NUM_STREAMS = 8
 STREAM_CONTEXT = 256

@@ -22,7 +22,7 @@ import xxhash
 
 from benchmarks.redis_server import redis_server
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.store.envelope import Check, Sealer
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.plan import BlockSpan, StoreCut, StoreLoad, StoreMetadata, StoreSave
@@ -30,7 +30,7 @@ from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
 from pdkv.kv_store.base import Buffer, KVStore, Scattered
 from pdkv.kv_store.registry import open_store
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 MID = KVLayout(16, 8, 64, HASH_BLOCK_SIZE, "bfloat16", 2)
 WAIT_S = 60.0
@@ -98,12 +98,14 @@ def measure(url: str, num_tokens: int, rounds: int, secret: bytes | None) -> tup
     with open_store(url) as store:
         readers = [Reader(store, sealer, pool) for sealer in (Sealer(secret), Unchecked())]
         values = readers[0].cut.whole_values(keys, 0, num_tokens)
-        readers[0].run(saves=[StoreSave(("save", 1), ("save", 1), values, [], [BlockSpan(0, blocks)], True)])
+        readers[0].run(
+            saves=[StoreSave(TransferKey("save", 1), TransferKey("save", 1), values, [], [BlockSpan(0, blocks)], True)]
+        )
         hits: tuple[list[Took], list[Took]] = ([], [])
         for number in range(2 * (rounds + 1)):
             which = (number + number // 2) % 2  # on, off, off, on: neither is always the second one
             load = StoreLoad(
-                (f"load-{number}", 1), values, 0, num_tokens, [rng.sample(range(2 * num_blocks), num_blocks)]
+                TransferKey(f"load-{number}", 1), values, 0, num_tokens, [rng.sample(range(2 * num_blocks), num_blocks)]
             )
             took = readers[which].run(loads=[load])
             if number >= 2:

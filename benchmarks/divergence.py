@@ -26,7 +26,8 @@ from pdkv.engine.core import EngineCore
 from pdkv.host.processor import instruction_set
 from pdkv.models.config import load_model_config
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import EngineToRouter, Failed, Finished, HandedOff, KVHandoff, Peers, Release, Submit, Tokens
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import EngineToRouter, Failed, Finished, HandedOff, Peers, Release, Submit, Tokens
 
 AT_ONCE, OTHERS_AT_ONCE = 16, 7
 DTYPES = ("float32", "bfloat16")

@@ -26,7 +26,7 @@ from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 TOKENS = 64
 """Of a value, which takes a page of the segment here."""

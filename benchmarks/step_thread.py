@@ -32,7 +32,8 @@ from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.errors import ConfigError
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import EngineCard, EngineToRouter, HandedOff, KVLayout, Loaded, Peers, Release, Submit, Tokens
+from pdkv.wire.kv import EngineCard, KVLayout
+from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Peers, Release, Submit, Tokens
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -18,15 +18,16 @@ import msgspec
 
 from benchmarks.report import Claim, Context
 from benchmarks.step_thread import BLOCK_SIZE, CONNECTORS, VOCAB_SIZE, WAIT_S, engine, has_nixl, scatter, submit
+from pdkv.connectors.base import TransferKey
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import prepare
+from pdkv.wire.kv import KVLayout
 from pdkv.wire.messages import (
     Allocated,
     Continue,
     EngineToRouter,
     Finished,
     HandedOff,
-    KVLayout,
     KVReady,
     KVTicket,
     Peers,
@@ -168,9 +169,9 @@ class Pair:
         )
         self.reader.tell(Continue(request.request_id, 0, _tokens(self.source.run())))
         self.reader.run_until(lambda told: bool(_find(told, Finished)), self.source)
-        key = (request.transfer_id, 0)  # all is sent when the reader has it, and the source hears of it meanwhile
+        key = TransferKey(request.transfer_id, 0)  # the source hears that all is sent when the reader has it
         self.source.run_until(lambda _: not self.source.core.external.has_saves(key))
-        self.source.tell(Release(*key))
+        self.source.tell(Release(*key[:2]))
 
 
 def _find(messages: Sequence[EngineToRouter], kind: type[T]) -> list[T]:

@@ -21,29 +21,28 @@ from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.options import Options
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.step_done import StepDone
-from pdkv.wire.messages import (
-    CacheAnswer,
-    CacheOrder,
-    ChecksumMode,
-    ConnectorKind,
-    ConnectorStats,
-    EngineCard,
-    KVHandoff,
-    KVLayout,
-    KVTerms,
-    Order,
-    TierEvents,
-)
+from pdkv.wire.kv import ChecksumMode, ConnectorKind, EngineCard, KVHandoff, KVLayout, KVTerms, Order
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
 if TYPE_CHECKING:
     import torch
 
-TransferKey = tuple[str, int]
-"""(transfer_id, attempt): the name of one transfer.
 
-A hand-off keeps the attempt that computed it. Any later attempt of its request may read it, in a transfer of its own:
-a pull and a store find it by `RequestView.source_key`, a push is sent anew for every ticket until the lease ends.
-"""
+class TransferKey(NamedTuple):
+    """The name of one transfer, or of one part of it.
+
+    A hand-off keeps the attempt that computed it. Any later attempt of its request may read it, in a transfer of its
+    own: a pull and a store find it by `RequestView.source_key`, a push is sent anew for every ticket until the lease
+    ends.
+    """
+
+    transfer_id: str
+    attempt: int
+    lent: bool = False  # what an engine lends out of its cache for the transfer's prompt
+    part: int = 0  # of a transfer in several; 0: all of it
+    child: int | None = None  # the child of `multi` that reports it
+
 
 Direction = Literal["send", "receive"]
 """Of a transfer, as its engine sees it: what it borrows for a prompt and what it hands over of it have one key."""
@@ -79,16 +78,17 @@ class RequestView(msgspec.Struct, frozen=True):
     prompt_token_ids: Sequence[int] = ()  # empty where only requests with its salt or adapter may find its KV
     kv_terms: KVTerms | None = None  # on which its KV is kept where it is stored
     num_handed_over: int = 0  # of its first tokens, that another engine has computed and handed over
+    lent: bool = False  # nothing is computed for it: what the cache has is handed off to another engine
 
     @property
     def transfer_key(self) -> TransferKey:
-        """(transfer_id, attempt)."""
-        return (self.transfer_id, self.attempt)
+        """The name of what it hands off, or loads."""
+        return TransferKey(self.transfer_id, self.attempt, self.lent)
 
     @property
     def source_key(self) -> TransferKey:
         """What its KV is named by where it lies: the hand-off's attempt stays when a later one reads it."""
-        return (self.transfer_id, self.attempt if self.handoff is None else self.handoff.attempt)
+        return TransferKey(self.transfer_id, self.attempt if self.handoff is None else self.handoff.attempt)
 
 
 BlockTables = Sequence[Sequence[int]]
@@ -236,7 +236,7 @@ ASK_AGAIN = MatchedTokens(0, ask_again=True)
 class BlockHold(NamedTuple):
     """Blocks that a transfer reads; the engine holds them until `get_finished` reports `key` as sent or failed.
 
-    A transfer in several batches names each by a key of its own, so that its blocks come free batch by batch.
+    A transfer in several batches names each by a part of its key, so that its blocks come free batch by batch.
     """
 
     key: TransferKey

@@ -6,7 +6,7 @@ from typing import Literal
 from pdkv.connectors.base import Stats, TransferOutcome
 from pdkv.errors import KVCorrupted, TransferCancelled, TransferTimeout
 from pdkv.kv_store.base import Held, TierCounts
-from pdkv.wire.messages import ConnectorStats, TierHeld, largest_owners
+from pdkv.wire.reports import ConnectorStats, TierHeld, largest_owners
 
 
 def sum_stats(stats: Iterable[Stats]) -> dict[str, ConnectorStats]:

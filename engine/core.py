@@ -25,16 +25,14 @@ from pdkv.errors import (
     RankError,
 )
 from pdkv.wire.frames import key_of
+from pdkv.wire.kv import EngineCard, KVHandoff
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     Abort,
     AskReport,
-    CacheOrder,
     Continue,
-    EngineCard,
     EngineToRouter,
     Failed,
-    KVHandoff,
     KVReady,
     KVTicket,
     Peers,
@@ -45,6 +43,7 @@ from pdkv.wire.messages import (
     Trial,
 )
 from pdkv.wire.step_watch import StepWatch
+from pdkv.wire.tiers import CacheOrder
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +302,7 @@ class EngineCore:
             case KVTicket(ticket=ticket, number=number) if request.submit.kv == "handoff":
                 request.ticket, request.ticket_number = ticket, number
                 self.external.report_confirmed(request, again=True)
-            case KVHandoff() if message.transfer_id == request.submit.transfer_id:
+            case KVHandoff() if message.transfer_id == request.submit.transfer_id and not message.lent:
                 if request.kv == "await_peer":
                     request.handoff = message
             case KVReady() if request.kv == "handoff" and not request.borrows:

@@ -8,7 +8,7 @@ from pdkv.engine.plan import StepPlan
 from pdkv.engine.request import Request
 from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.sampling.shape import Grammar
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 
 class Ticket(Protocol):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from pdkv.base.block_keys import root_key
 from pdkv.base.service_thread import ServiceThread
 from pdkv.kernels.block_keys import as_tokens, keys_behind
-from pdkv.wire.messages import EngineCard, Submit
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import Submit
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from pdkv.connectors.base import SchedulerConnector
 from pdkv.engine.reports import Counters
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 logger = logging.getLogger(__name__)
 

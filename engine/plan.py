@@ -4,7 +4,8 @@ import msgspec
 
 from pdkv.connectors.base import Cancel, KVConnectorMetadata, Stats, TransferResults
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import RequestKey, TokenLogprob
+from pdkv.wire.messages import TokenLogprob
+from pdkv.wire.types import RequestKey
 
 
 class NewRequest(msgspec.Struct, frozen=True):

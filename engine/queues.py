@@ -5,7 +5,7 @@ from collections import deque
 
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager
 from pdkv.engine.request import Request
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 
 def _priority(request: Request) -> int:

@@ -10,7 +10,9 @@ from pdkv.engine.hooks import DecodeHooks
 from pdkv.engine.outbox import Outbox
 from pdkv.engine.outside.lower_tiers import LowerTiers
 from pdkv.engine.scheduler import Scheduler
-from pdkv.wire.messages import CacheCleared, EngineCard, KVEvent, KVEvents, LoadReport, SourceCounts
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import CacheCleared, KVEvent, KVEvents
+from pdkv.wire.reports import LoadReport, SourceCounts
 
 MAX_KEYS_PER_EVENTS = 16_384
 """Block keys that one KVEvents tells; more are told in parts."""

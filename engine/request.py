@@ -10,7 +10,9 @@ from pdkv.base.log_fields import RequestName
 from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.engine.plan import NewRequest
 from pdkv.kernels.block_keys import keys_behind
-from pdkv.wire.messages import RequestKey, SourceCounts, Submit
+from pdkv.wire.messages import Submit
+from pdkv.wire.reports import SourceCounts
+from pdkv.wire.types import RequestKey
 
 
 class Request:
@@ -34,7 +36,7 @@ class Request:
         """`hash_keys`: those of its full hash blocks that are known already, from the first on."""
         self.submit = submit
         self.key: RequestKey = (submit.request_id, submit.attempt)
-        self.transfer_key: TransferKey = (submit.transfer_id, submit.attempt)
+        self.transfer_key = TransferKey(submit.transfer_id, submit.attempt, lent=submit.until == "cached")
         self.router_id = router_id
         self.arrival = arrival
         self.started: float | None = None  # when its first step began
@@ -213,6 +215,7 @@ class Request:
             prompt_token_ids=() if submit.cache_salt or submit.adapter else self.prompt_token_ids,
             kv_terms=submit.kv_terms,
             num_handed_over=self.num_handed_over,
+            lent=self.transfer_key.lent,
         )
 
     def sources(self) -> SourceCounts:

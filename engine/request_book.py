@@ -18,20 +18,19 @@ from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import GrammarGivenUp, InvalidRequest, KVNotFound, PdkvError, RequestTimeout, ServerBusy
 from pdkv.wire.frames import key_of
-from pdkv.wire.lending import lent_id
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     PROBE_SALT,
-    EngineCard,
     Failed,
     Finished,
     PromptLogprobs,
-    RequestKey,
     RouterToEngine,
-    SourceCounts,
     Submit,
     Tokens,
 )
+from pdkv.wire.reports import SourceCounts
+from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +132,14 @@ class RequestBook:
         self._stop_rules.check(submit, has_connector=self._scheduler.external.connector is not None, bounds=bounds)
         if older is not None and older.router_id != router_id:
             raise InvalidRequest(f"request {submit.request_id} belongs to another router", param="request_id")
-        transfer = (submit.transfer_id, submit.attempt)
+        transfer = TransferKey(submit.transfer_id, submit.attempt, lent=submit.until == "cached")
         if transfer in self._transfers or self._prefill.holds(transfer):
             raise InvalidRequest(f"transfer {submit.transfer_id} belongs to another request", param="transfer_id")
-        wanted = lent_id(submit.transfer_id) if submit.kv == "handoff" else submit.transfer_id
-        if submit.handoff is not None and submit.handoff.transfer_id != wanted:
-            text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {wanted}"
+        if submit.handoff is not None and submit.handoff.transfer_id != submit.transfer_id:
+            text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {submit.transfer_id}"
+            raise InvalidRequest(text, param="handoff")
+        if submit.handoff is not None and submit.handoff.lent != (submit.kv == "handoff"):
+            text = "a prompt that is handed off reads what is lent, any other one a hand-off"
             raise InvalidRequest(text, param="handoff")
         if submit.handoff is not None and submit.handoff.attempt > submit.attempt:
             text = f"the hand-off is of attempt {submit.handoff.attempt}, which comes after attempt {submit.attempt}"

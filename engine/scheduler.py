@@ -22,7 +22,8 @@ from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
 from pdkv.engine.stopping import StopRules
 from pdkv.engine.trials import Trials
-from pdkv.wire.messages import FinishReason, RequestKey
+from pdkv.wire.messages import FinishReason
+from pdkv.wire.types import RequestKey
 
 
 class SchedulerLimits(NamedTuple):

@@ -7,7 +7,8 @@ and one before or after cannot, whichever of the dying process's last messages a
 from typing import Literal
 
 from pdkv.engine.request import Request
-from pdkv.wire.messages import RequestKey, Trial
+from pdkv.wire.messages import Trial
+from pdkv.wire.types import RequestKey
 
 ANSWER_TIMEOUT_S = 5.0
 """How long an engine stands still for a router's answer; then it goes on without."""

@@ -10,7 +10,8 @@ from pdkv.engine.outside.external import ExternalKV
 from pdkv.engine.request import Request
 from pdkv.errors import KVNotFound, TransferTimeout
 from pdkv.prefill.leases import Lease, LeaseTable
-from pdkv.wire.messages import HandedOff, KVHandoff, KVReady, KVTicket, Release, RouterToEngine
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import HandedOff, KVReady, KVTicket, Release, RouterToEngine
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class PrefillRole(PrefillHooks):
             epoch=self._epoch,
             num_tokens=request.num_confirmed,
             payload=decision.payload or b"",
+            lent=request.transfer_key.lent,
         )
         message = HandedOff(submit.request_id, submit.attempt, request.sources(), handoff, *request.times(now))
         self._send(request.router_id, message)
@@ -95,7 +97,7 @@ class PrefillRole(PrefillHooks):
             return
         if not ok:
             name = lease.request.name
-            logger.warning("KV of request %s (transfer %s) was not delivered: %s", name, key[0], outcome.code)
+            logger.warning("KV of request %s (transfer %s) was not delivered: %s", name, key.transfer_id, outcome.code)
         self._answer(lease, ok, outcome.code)
         # A store has its own copy, whose tail goes with the Release; what was pushed may be wanted once more.
         if not lease.until_release and (lease.block_ids or not ok):
@@ -106,8 +108,8 @@ class PrefillRole(PrefillHooks):
     def handle(self, router_id: str, message: RouterToEngine) -> bool:
         """Release, and a ticket that comes after the prefill's end."""
         match message:
-            case Release(transfer_id=transfer_id, attempt=attempt):
-                return self._release(router_id, (transfer_id, attempt))
+            case Release(transfer_id=transfer_id, attempt=attempt, lent=lent):
+                return self._release(router_id, TransferKey(transfer_id, attempt, lent))
             case KVTicket():
                 return self._late_ticket(router_id, message)
         return False
@@ -135,7 +137,9 @@ class PrefillRole(PrefillHooks):
                 lease.request.name,
                 logging.WARNING if lease.request.submit.until != "cached" else logging.INFO,
             )
-            logger.log(level, "the lease of request %s (transfer %s) expired: its KV was never fetched", name, key[0])
+            logger.log(
+                level, "the lease of request %s (transfer %s) expired: its KV was never fetched", name, key.transfer_id
+            )
 
     def next_deadline(self) -> float | None:
         """The earliest lease deadline."""

@@ -43,7 +43,7 @@ from pdkv.router.metrics.instruments import Instruments, make_instruments
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.text import Tokenizer
 from pdkv.wire.cluster_key import ClusterKey
-from pdkv.wire.messages import Order
+from pdkv.wire.kv import Order
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ import msgspec
 
 from pdkv.base.block_keys import extend_keys
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import FinishReason, KVTerms, Order, PromptLogprobs, TokenLogprob
+from pdkv.wire.kv import KVTerms, Order
+from pdkv.wire.messages import FinishReason, PromptLogprobs, TokenLogprob
 
 
 class PromptKeys:

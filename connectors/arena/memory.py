@@ -28,7 +28,7 @@ from pdkv.errors import ConfigError, IncompatiblePeers, MalformedMessage, PeerGo
 from pdkv.host.host_id import host_id
 from pdkv.host.process_info import process_start_time
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 if TYPE_CHECKING:
     import torch

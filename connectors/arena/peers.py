@@ -11,7 +11,7 @@ from pdkv.connectors.arena.memory import ArenaAddress, PeerArena, open_peer_aren
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import Incarnation, PeerCards, decode_ranks
 from pdkv.errors import IncompatiblePeers, PeerGone, StaleEpoch, TransferError
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,8 @@ from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation
 from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.stats import stats_of_transfer
 from pdkv.errors import ConfigError, IncompatiblePeers
-from pdkv.wire.messages import ConnectorStats, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.reports import ConnectorStats
 
 
 class MemoryOptions(Options):

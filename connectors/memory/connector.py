@@ -11,7 +11,7 @@ from pdkv.connectors.memory.pull import MemoryPullConnector
 from pdkv.connectors.memory.push import MemoryPushConnector
 from pdkv.connectors.memory.store import MemoryStoreConnector, MemoryStoreOptions
 from pdkv.errors import ConfigError
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 MODES: Mapping[str, type[KVConnector]] = {
     "pull": MemoryPullConnector,

@@ -11,7 +11,7 @@ from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata, PullScheduler
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import StaleGeneration, TransferCancelled, TransferError
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 
 class MemoryPullScheduler(MemoryScheduler, PullScheduler):
@@ -87,7 +87,7 @@ class Read(Operation):
             source = worker.fabric.endpoint(load.engine, load.epoch)
             if self.content is None:
                 if isinstance(source, MemoryPullWorker) and worker.checksums.are_wanted(
-                    source.config.kv_checksum, load.key[0]
+                    source.config.kv_checksum, load.key.transfer_id
                 ):
                     self.digests = source.digests_of(load.source, load)
                 self.content = copy_out(source.pool, as_ids(load.source).tolist())

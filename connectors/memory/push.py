@@ -11,7 +11,7 @@ from pdkv.connectors.peer.push_worker import Incoming, PieceRange
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.errors import KVCorrupted, KVNotFound, TransferCancelled, TransferError, TransferTimeout
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 
 class MemoryPushScheduler(MemoryScheduler, PushScheduler):
@@ -138,7 +138,7 @@ class MemoryPushWorker(MemoryWorker):
         first = send.ticket.start // self.block_size
         blocks = blocks_of(send.start, send.stop, self.block_size)
         copy_in(self.pool, incoming.block_ids[blocks.start - first : blocks.stop - first].tolist(), content)
-        if self.checksums.are_wanted(sender.config.kv_checksum, key[0]):
+        if self.checksums.are_wanted(sender.config.kv_checksum, key.transfer_id):
             tokens, part = range(send.start, send.stop), self.checksums.pool.whole
             own = self.checksums.of(incoming.block_ids, incoming.ticket.start, tokens, part, key)
             try:

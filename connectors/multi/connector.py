@@ -30,7 +30,7 @@ from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import load_connector
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.errors import ConfigError
-from pdkv.wire.messages import ConnectorKind, Order
+from pdkv.wire.kv import ConnectorKind, Order
 
 if TYPE_CHECKING:
     import torch

@@ -44,7 +44,9 @@ from pdkv.connectors.multi.wire import (
 )
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import CacheAnswer, CacheOrder, ConnectorKind, ConnectorStats, EngineCard, TierEvents
+from pdkv.wire.kv import ConnectorKind, EngineCard
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +181,7 @@ class MultiScheduler(SchedulerConnector):
             failed, load.code = load.child, code if is_part else ""
             name = self._children[failed].name
             logger.warning(
-                "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key, name, code, child.name
+                "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key[:2], name, code, child.name
             )
             load.child, load.may_fall_back = index, False
             self._taken_over.add(key)

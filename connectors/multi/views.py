@@ -15,8 +15,7 @@ from pdkv.connectors.base import (
     TransferKey,
 )
 from pdkv.connectors.multi.wire import Child, decode_handoff, decode_ticket
-from pdkv.wire.lending import is_lent
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 Range = TypeVar("Range", ScheduledRange, ConfirmedRange)
 
@@ -35,7 +34,7 @@ class ChildViews:
         """Whether a child has a part in what is handed off under that key: all have, except in a loan, and stores
         beside others.
         """
-        return not self.is_beside(child) and (not is_lent(key[0]) or self._lends[child])
+        return not self.is_beside(child) and (not key.lent or self._lends[child])
 
     def is_beside(self, child: int) -> bool:
         """Whether a child is a store, and others hand over."""
@@ -79,7 +78,7 @@ class ChildViews:
         """A step as one child sees it: a hand-off again, for a late ticket, if it pushes; a loan if it lends."""
         confirmed: Sequence[ConfirmedRange] = view.confirmed if observes.confirmed else ()
         if not self._lends[child]:
-            confirmed = [c for c in confirmed if not is_lent(c.request.transfer_id)]
+            confirmed = [c for c in confirmed if not c.request.lent]
         if self._kinds[child] != "push":
             confirmed = [c for c in confirmed if not c.last or c.request.transfer_key in view.finished]
         else:

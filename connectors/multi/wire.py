@@ -8,7 +8,8 @@ import msgspec
 from pdkv.connectors.base import KVConnector, KVConnectorMetadata, TransferKey
 from pdkv.errors import MalformedMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 
 class Child(NamedTuple):
@@ -58,13 +59,13 @@ _handshakes = msgspec.msgpack.Decoder(list[Part])
 
 def tag(child: int, key: TransferKey) -> TransferKey:
     """A child's transfer among those of all children: what workers report, ranks aggregate and holds are named by."""
-    return (f"{child}:{key[0]}", key[1])
+    return key._replace(child=child)
 
 
 def untag(key: TransferKey) -> tuple[int, TransferKey]:
     """(child, its own key) of a tagged one."""
-    child, _, transfer_id = key[0].partition(":")
-    return int(child), (transfer_id, key[1])
+    assert key.child is not None
+    return key.child, key._replace(child=None)
 
 
 # --- blobs between engines ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.multi.wire import Child, MultiMetadata, encode_handshake, part_name, split_card, tag
 from pdkv.connectors.stats import stats_under, sum_stats
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 if TYPE_CHECKING:
     import torch

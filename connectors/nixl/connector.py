@@ -25,7 +25,7 @@ from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import BLOB_VERSION
 from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 if TYPE_CHECKING:
     import torch

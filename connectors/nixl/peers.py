@@ -10,7 +10,7 @@ from pdkv.connectors.nixl.wire import BLOB_VERSION, BLOBS, RankBlob
 from pdkv.connectors.peer.cards import Incarnation, PeerCards, decode_ranks
 from pdkv.errors import IncompatiblePeers, PeerGone
 from pdkv.host.host_id import host_id
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 
 def agent_name(engine: str, epoch: str, rank: int) -> str:

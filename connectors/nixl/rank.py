@@ -12,7 +12,7 @@ from pdkv.connectors.nixl.gather import GatherSource
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.reader import PoolReader
 from pdkv.connectors.transfer.units import UnitPool
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 if TYPE_CHECKING:
     import torch

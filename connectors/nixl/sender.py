@@ -57,11 +57,15 @@ class PushSender:
         per_id = len(piece.layers) * layout.layer_bytes if whole else self._rank.units.unit_bytes(piece.part)
         permit = self._endpoint.permits.give()
         if permit is None:
-            raise TransferError("too many offers stand already", transfer_id=send.key[0], attempt=send.key[1])
+            raise TransferError(
+                "too many offers stand already", transfer_id=send.key.transfer_id, attempt=send.key.attempt
+            )
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, blob.agent, int(ids.size) * per_id, permit)
-        message = Offer(*send.ticket.key, number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece))
+        message = Offer(
+            *send.ticket.key[:2], number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece)
+        )
         try:
             digests = self._worker.begin_digests(piece)
             self._endpoint.send(blob, message)

@@ -121,8 +121,8 @@ class Offer(_Wire, frozen=True, tag=15):
 
     @property
     def key(self) -> TransferKey:
-        """(transfer_id, attempt)."""
-        return (self.transfer_id, self.attempt)
+        """The name of the transfer at the receiver."""
+        return TransferKey(self.transfer_id, self.attempt)
 
 
 class Taken(_Wire, frozen=True, tag=16):

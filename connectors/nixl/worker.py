@@ -10,7 +10,8 @@ from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.peer.worker import PeerWorker
 from pdkv.connectors.stats import sum_stats
 from pdkv.connectors.transfer.lanes import Lane
-from pdkv.wire.messages import ConnectorStats, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.reports import ConnectorStats
 
 
 class NixlWorker(PeerWorker):

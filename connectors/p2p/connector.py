@@ -14,7 +14,7 @@ from pdkv.connectors.p2p.wire import FRAMES_VERSION
 from pdkv.connectors.p2p.worker import P2PWorker
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
 from pdkv.errors import ConfigError
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 
 class P2PConnector(KVConnector):

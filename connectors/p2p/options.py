@@ -6,7 +6,7 @@ from pdkv.base.options import Options, option, seconds
 from pdkv.connectors.p2p.wire import Address, read_address
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.errors import IncompatiblePeers, MalformedMessage, TransferError
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 
 class P2POptions(Options):

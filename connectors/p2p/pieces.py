@@ -21,7 +21,7 @@ from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import TransferError
 from pdkv.kernels import stream
 from pdkv.kernels.streams import streams_of
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,7 @@ from pdkv.connectors.transfer.lanes import Lane, LaneConfig
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import KVCorrupted, KVNotFound, PdkvError, TransferCancelled, TransferError
 from pdkv.host.huge_pages import use_huge_pages
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ class P2PWorker(PushWorker):
         Raises:
             TransferError: nobody wants that here.
         """
-        key, pool = (offer.transfer_id, offer.attempt), self._pool
+        key, pool = TransferKey(offer.transfer_id, offer.attempt), self._pool
         if pool is None:
             raise TransferCancelled("this engine stops")
         with self._registered:
@@ -199,7 +199,7 @@ class P2PWorker(PushWorker):
         incoming.after.wait(min(offer.timeout_s, self._options.timeout_s))
         plan = plan_receiving(offer, incoming, pool)
         if not self.enter(job):
-            raise KVNotFound("the transfer has ended", transfer_id=key[0], attempt=key[1])
+            raise KVNotFound("the transfer has ended", transfer_id=key.transfer_id, attempt=key.attempt)
         return job, plan, pool
 
 

@@ -12,7 +12,7 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.transfer.planning import check_ranks, rank_heads
 from pdkv.errors import IncompatiblePeers, MalformedMessage, PdkvError, PeerGone, StaleEpoch
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pdkv.connectors.transfer.digest import PieceDigests, PoolDigests, cut_token
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVCorrupted
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Checksums:
 
     def report(self, what: str, key: TransferKey, peer: str) -> None:
         """Log a mismatch with all that it is about. Raises KVCorrupted."""
-        transfer_id, attempt = key
+        transfer_id, attempt = key[:2]
         logger.warning(
             "KV from engine %s to engine %s is damaged: transfer %s, attempt %d: %s",
             peer, self._config.engine, transfer_id, attempt, what,

@@ -14,7 +14,7 @@ from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import TransferTimeout
 from pdkv.kernels.digest import Digests
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 _LOOK_S = 0.0005
 """Another process' memory tells nobody that it has changed."""
@@ -97,7 +97,7 @@ class DigestCheck:
             except TransferTimeout:
                 load = self._piece.load
                 text = f"engine {load.engine} has no digests of {missing.sum()} of {missing.size} hash blocks"
-                raise TransferTimeout(text, transfer_id=load.key[0], attempt=load.key[1]) from None
+                raise TransferTimeout(text, transfer_id=load.key.transfer_id, attempt=load.key.attempt) from None
             self._check_generations()  # of others there will be none
             MONOTONIC.sleep(_LOOK_S)
         return rows

@@ -4,7 +4,7 @@ from itertools import chain
 
 from pdkv.connectors.base import BlockTables
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 
 def entries_to_load(layout: KVLayout, start: int, stop: int) -> list[range]:

@@ -17,7 +17,7 @@ from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks, unpack_bloc
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.errors import MalformedMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 _GROUPS = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 

@@ -12,7 +12,7 @@ from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, unit_index
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVNotFound
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 
 class PullPiece(NamedTuple):
@@ -87,4 +87,4 @@ def _units(entries: Sequence[int], entry_tokens: int, load: BlockLoad) -> Ids:
     try:
         return unit_index(as_ids(entries), entry_tokens, load.start - first, load.stop - first)
     except ValueError as error:
-        raise KVNotFound(str(error), transfer_id=load.key[0], attempt=load.key[1]) from None
+        raise KVNotFound(str(error), transfer_id=load.key.transfer_id, attempt=load.key.attempt) from None

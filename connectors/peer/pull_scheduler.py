@@ -32,7 +32,8 @@ from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, pack_groups
 from pdkv.connectors.peer.source_digests import DigestOrder, digest_orders
 from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import NO_IDS, IdBytes, Ids, as_ids, blocks_of
-from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
+from pdkv.wire.kv import EngineCard, KVHandoff
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 CONFIRMED_STEPS = 4
 """So many steps late may a decode's blocks get their digests."""

@@ -136,7 +136,7 @@ class PullWorker(PeerWorker):
             return False
         if not load.is_handoff and "sample" in (self.config.kv_checksum, theirs):
             return False
-        return self.checksums.are_wanted(theirs, load.key[0])
+        return self.checksums.are_wanted(theirs, load.key.transfer_id)
 
     def check_generations(self, job: Job, piece: PullPiece, scratch: Any) -> None:
         """Compare the peer's generations with those that were promised.
@@ -149,8 +149,8 @@ class PullWorker(PeerWorker):
         if stale.size:
             raise StaleGeneration(
                 f"engine {load.engine} reused {stale.size} of {blocks.size} blocks, the first {blocks[stale[0]]}",
-                transfer_id=load.key[0],
-                attempt=load.key[1],
+                transfer_id=load.key.transfer_id,
+                attempt=load.key.attempt,
             )
 
     def _start(self, load: BlockLoad, after: StepDone) -> None:

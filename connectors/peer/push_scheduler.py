@@ -5,6 +5,7 @@ What a step computes is sent while it runs, layer by layer; what was computed be
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 
@@ -33,8 +34,8 @@ from pdkv.connectors.transfer.block_runs import MAX_BLOCKS, pack_blocks, unpack_
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.errors import MalformedMessage, TransferError
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.lending import borrower_id
-from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 
 class PushTicket(msgspec.Struct, frozen=True, array_like=True):
@@ -50,12 +51,12 @@ class PushTicket(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> TransferKey:
-        """(transfer_id, attempt)."""
-        return (self.transfer_id, self.attempt)
+        """The name of the transfer at the receiver."""
+        return TransferKey(self.transfer_id, self.attempt)
 
     def may_have(self, source: TransferKey) -> bool:
         """Whether it may ask for that hand-off: of its own transfer, or lent to it, and of no later attempt."""
-        return self.transfer_id == borrower_id(source[0]) and self.attempt >= source[1]
+        return self.transfer_id == source.transfer_id and self.attempt >= source.attempt
 
     def block_ids(self, block_size: int) -> Ids:
         """The receiver's blocks, whose size its card says.
@@ -140,7 +141,7 @@ class PushScheduler(SchedulerConnector):
         self._orders = PushMetadata(step_id=0)  # of the next step, as far as they are known
         self._sending: dict[TransferKey, _Sending] = {}  # by hand-off, for the ticket that came last
         self._superseded: set[TransferKey] = set()  # sendings for earlier tickets, of whose end nobody shall hear
-        self._num_resent = 0
+        self._parts = count(1)  # numbers of batches, and of sendings again
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         if request.kv_ready is False:
@@ -167,7 +168,9 @@ class PushScheduler(SchedulerConnector):
         if own is None:
             self._orders.refused.append(request.transfer_key)
             return None
-        ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, pack_blocks(own))
+        ticket = PushTicket(
+            self.config.engine, self.config.epoch, *request.transfer_key[:2], start, stop, pack_blocks(own)
+        )
         encoded = msgspec.msgpack.encode(ticket)
         if len(encoded) > MAX_BLOB_BYTES:
             self._orders.refused.append(request.transfer_key)
@@ -299,8 +302,7 @@ class PushScheduler(SchedulerConnector):
         sending = _Sending(request.ticket, ticket, key, ticket.start if ticket is not None else 0)
         if last is not None:
             sending.num_batches = last.num_batches
-            self._num_resent += 1
-            sending.key = (f"{key[0]}/again-{self._num_resent}", key[1])
+            sending.key = key._replace(part=next(self._parts))
             if last.is_open:
                 self._superseded.add(last.key)
                 self._orders.dropped.append(last.key)
@@ -327,7 +329,7 @@ class PushScheduler(SchedulerConnector):
                 return []
             if blocks:
                 sending.num_batches += 1
-                batch = (f"{key[0]}/{sending.num_batches}", key[1])
+                batch = key._replace(part=next(self._parts))
                 start = (before + first - entries.start) * size
                 sends.append(
                     PushSend(
@@ -358,7 +360,7 @@ class PushScheduler(SchedulerConnector):
             return None
         start, sending.num_sent = sending.num_sent, stop
         sending.num_batches += 1
-        batch = (f"{key[0]}/{sending.num_batches}", key[1])
+        batch = key._replace(part=next(self._parts))
         blocks = blocks_of(start, stop, self.block_size)
         own = list(block_ids[blocks.start : blocks.stop])
         return PushSend(sending.key, key, batch, ticket, start, stop, own, during_step)

@@ -26,7 +26,7 @@ from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, blocks_of, 
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.connectors.transfer.worker import Job, Task
 from pdkv.errors import KVCorrupted, KVNotFound, PdkvError, PeerGone, TransferError
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +258,7 @@ class PushWorker(PeerWorker):
         for job in self.open_jobs(key, "receive"):
             if isinstance(job.order, Incoming):
                 return job, job.order
-        raise KVNotFound("no such transfer is expected", transfer_id=key[0], attempt=key[1])
+        raise KVNotFound("no such transfer is expected", transfer_id=key.transfer_id, attempt=key.attempt)
 
     def digests_for(self, incoming: Incoming, piece: PieceRange, sender: Incarnation) -> PieceDigests | None:
         """Those of what an engine sends, as it lands; None: one of the ends does not want that."""
@@ -358,7 +358,9 @@ class PushWorker(PeerWorker):
         ticket = send.ticket
         card = self.peers.card(ticket.engine, ticket.epoch)
         if not ticket.may_have(send.source):
-            raise TransferError("the ticket is another transfer's", transfer_id=send.key[0], attempt=send.key[1])
+            raise TransferError(
+                "the ticket is another transfer's", transfer_id=send.key.transfer_id, attempt=send.key.attempt
+            )
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.token_bytes
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)

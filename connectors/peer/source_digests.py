@@ -21,7 +21,7 @@ from pdkv.connectors.transfer.digest import PoolDigests, Tokens, cut_tokens, uni
 from pdkv.connectors.transfer.digest_table import DigestTable
 from pdkv.connectors.transfer.planning import IdBytes, Ids, as_ids
 from pdkv.errors import TransferTimeout
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.transfer.lanes import Lane, LaneConfig
 from pdkv.connectors.transfer.worker import TransferWorker
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 
 class PeerWorker(TransferWorker):

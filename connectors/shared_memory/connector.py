@@ -22,7 +22,7 @@ from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
 from pdkv.connectors.transfer.lanes import DEVICE_THREADS
 from pdkv.errors import ConfigError
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from pdkv.connectors.peer.pull_scheduler import Match, PullScheduler
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.connectors.transfer.planning import whole_blocks
 from pdkv.errors import PdkvError
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 
 class SharedMemoryScheduler(PullScheduler):

@@ -32,7 +32,7 @@ from pdkv.errors import StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.codecs.base import Codec
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 LAYERWISE_GROUPS = 4
 _PROBE_KEYS = [bytes(31) + bytes([number]) for number in range(16)]

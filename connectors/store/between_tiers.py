@@ -14,7 +14,7 @@ from pdkv.connectors.store.plan import Value
 from pdkv.connectors.store.values import SealedValues
 from pdkv.errors import TransferTimeout
 from pdkv.kv_store.base import KVStore
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 Check = Callable[[], None]
 """Raises where it has to stop."""

@@ -8,7 +8,7 @@ from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import ConfigError
 from pdkv.kernels.host import DTYPES
 from pdkv.kv_store.codecs.base import Codec, PartShape
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 
 class ValueCoder:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.reports import ConnectorStats
 
 
 class ComputeClock:

@@ -39,7 +39,7 @@ from pdkv.kv_store.base import Buffer, KVStore, Scattered
 from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
 from pdkv.kv_store.lmcache_chunks import DTYPES, ChunkForm, LMCacheChunks
 from pdkv.kv_store.options import StoreOptions
-from pdkv.wire.messages import CacheOrder
+from pdkv.wire.tiers import CacheOrder
 
 
 class LMCacheOptions(StoreConnectorOptions):

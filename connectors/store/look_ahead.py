@@ -10,7 +10,7 @@ from itertools import count
 
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.store.plan import StoreAhead, StoreCut, Value
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 
 class LookAhead:
@@ -86,4 +86,4 @@ class LookAhead:
         return StoreAhead(ahead.key, unused)
 
     def _make_key(self) -> TransferKey:
-        return f"{self._name}/ahead-{next(self._numbers)}", 1
+        return TransferKey(self._name, 0, part=next(self._numbers))

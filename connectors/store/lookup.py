@@ -16,7 +16,7 @@ from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.service_thread import ServiceThread
 from pdkv.errors import StoreError, TransferError
 from pdkv.kv_store.base import PROBE_KEY, KVStore
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.reports import ConnectorStats
 
 logger = logging.getLogger(__name__)
 

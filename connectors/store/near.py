@@ -12,7 +12,7 @@ from pdkv.connectors.transfer.lanes import Lane
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import StoreError, TransferTimeout
 from pdkv.kv_store.base import KVStore
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,8 @@ class NearValues:
         """A step's orders. What was not brought near in time is not: its load is under way, or nobody wants it now."""
         for passed in meta.passed:
             worker.drop(passed.key, "send")
-            name, attempt = passed.key
             if passed.values:
-                self._submit_one(worker, (f"{name}/passed", attempt), Passed(passed.values))
+                self._submit_one(worker, passed.key._replace(attempt=1), Passed(passed.values))
         for ahead in meta.ahead:
             self._submit_one(worker, ahead.key, Ahead(ahead.values, ahead.kv_terms))
 

@@ -6,7 +6,7 @@ import msgspec
 
 from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.kv_store.base import KVStore
-from pdkv.wire.messages import TierEvents, TierPart
+from pdkv.wire.tiers import TierEvents, TierPart
 
 MAX_NEWS = 1 << 14
 """Keys that wait to be taken; further ones are not told."""

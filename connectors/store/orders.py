@@ -20,7 +20,9 @@ from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import MAX_PROBLEM_CHARS, CacheAnswer, CacheOrder, ConnectorStats, TierAnswer
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.types import MAX_PROBLEM_CHARS
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ _answers = msgspec.msgpack.Decoder(CacheAnswer)
 
 def name_of(order: CacheOrder) -> TransferKey:
     """By which its results are known among those of transfers."""
-    return (f"{order.order_id}/order", 0)
+    return TransferKey(order.order_id, 0)
 
 
 def values_of(cut: StoreCut, block_keys: Sequence[bytes]) -> list[Value]:

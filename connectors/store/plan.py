@@ -21,7 +21,8 @@ from pdkv.connectors.store import envelope
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import ConfigError
-from pdkv.wire.messages import CacheOrder, KVTerms
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.tiers import CacheOrder
 
 _SUFFIX = struct.Struct("<IHHHHH8s")  # tokens_per_value, shards, layer groups, shard, layer group, format, signer
 _KEY_BYTES = 16
@@ -201,7 +202,7 @@ class StoreCut:
 
     def tails(self, key: TransferKey, num_tokens: int) -> list[Value]:
         """The tokens of a prompt behind the last whole value of each KV group; found by their transfer only."""
-        transfer_id, attempt = key
+        transfer_id, attempt = key[:2]
         name = f"{len(self._model)}:{self._model}{len(transfer_id)}:{transfer_id}{attempt}".encode()
         digest = hashlib.blake2b(name, digest_size=_KEY_BYTES, person=b"pdkv-tail").digest()
         return [
@@ -328,6 +329,7 @@ class StoreDrop(msgspec.Struct, frozen=True):
     """A hand-off is over: nothing more of it is saved, and its tails are deleted."""
 
     key: TransferKey
+    batch: TransferKey  # of the deletion
     tails: list[Value]
     given_up: bool = True  # False: its first token was the last, and what is being saved will be found by content
 

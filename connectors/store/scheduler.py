@@ -53,7 +53,8 @@ from pdkv.connectors.store.plan import (
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.errors import IncompatiblePeers, KVNotFound, MalformedMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import CacheAnswer, CacheOrder, EngineCard, KVTerms, TierEvents
+from pdkv.wire.kv import EngineCard, KVTerms
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
 SAVE_STEPS = 4
 """What decodes fill in so many steps is saved together: waking the saving threads costs more than a value."""
@@ -167,7 +168,7 @@ class StoreScheduler(SchedulerConnector):
         self._table = table
         self._handoffs: dict[TransferKey, list[Value]] = {}  # being saved or leased, with their tails
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # last keys of requests
-        self._numbers = count()
+        self._parts = count(1)  # numbers of saves, and of deletions of tails
         self._look_ahead = (
             LookAhead(cut, look_ahead_bytes, config.engine, self._found_ahead) if look_ahead_bytes else None
         )
@@ -459,7 +460,7 @@ class StoreScheduler(SchedulerConnector):
         ended: Collection[bytes],
     ) -> StoreSave:
         key = confirmed.request.transfer_key
-        batch = (f"{key[0]}/save-{next(self._numbers)}", key[1])
+        batch = key._replace(part=next(self._parts))
         keys = [value.key for value in new]
         values = [*new, *tails]
         self._saving.update(keys)
@@ -496,7 +497,9 @@ class StoreScheduler(SchedulerConnector):
         over = dict.fromkeys((key for key in view.finished if key not in handed_off), False)
         over |= dict.fromkeys(view.aborted, True)
         return [
-            StoreDrop(key, self._handoffs.pop(key), given_up) for key, given_up in over.items() if key in self._handoffs
+            StoreDrop(key, key._replace(part=next(self._parts)), self._handoffs.pop(key), given_up)
+            for key, given_up in over.items()
+            if key in self._handoffs
         ]
 
     def _look(

@@ -15,7 +15,7 @@ from pdkv.errors import KVCorrupted, StoreError
 from pdkv.kv_store.base import Arrived, KVStore, Scattered, TermsOf, put_all
 from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.kv_store.terms import NO_TERMS, Terms
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 logger = logging.getLogger(__name__)
 

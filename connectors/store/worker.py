@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, compress, count
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
@@ -48,7 +48,8 @@ from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kernels.streams import streams_of
-from pdkv.wire.messages import ConnectorStats, KVTerms
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.reports import ConnectorStats
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,6 @@ class StoreWorker(TransferWorker):
         self._block_size = config.layout.block_size
         self._told_that_saves_fail = False  # the last one did
         self._log_limit = LogLimit(QUIET_S)
-        self._numbers = count()
         self._progress: dict[TransferKey, LoadProgress] = {}  # of loads under way
         self._layer_loads: dict[TransferKey, LayerLoad] = {}  # of this step and, until they ended, earlier ones
         self._step_loads: list[TransferKey] = []
@@ -187,9 +187,8 @@ class StoreWorker(TransferWorker):
                 self.complete(drop.key, "send")
             if drop.tails:
                 keys = [key for tail in drop.tails for key in self._cut.own_keys(tail)]
-                name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])
                 tasks = [Task(_Delete(keys), self._save_lane(drop.key))] if keys else []
-                self.submit(name, "send", tasks)
+                self.submit(drop.batch, "send", tasks)
         if meta.ahead or meta.passed:
             self._near.submit(self, meta)
         for order in meta.orders:
@@ -214,7 +213,7 @@ class StoreWorker(TransferWorker):
         if self._cut.owned(0):
             whole = self._cut.whole_of(save.values)
             for i, pieces in enumerate(self._chunks(whole)):
-                tasks.append(Task(_Write(save, pieces, False, after), self._save_lane((save.batch[0], i))))
+                tasks.append(Task(_Write(save, pieces, False, after), self._save_lane(save.batch, i)))
             if save.check:
                 tasks.append(Task(_Write(save, save.check, True, after), self._save_lane(save.batch)))
             if len(whole) < len(save.values):  # in the lane in which they will be deleted
@@ -236,8 +235,9 @@ class StoreWorker(TransferWorker):
             per_job = max(self._capacity // value_bytes, 1)
             yield from (own[i : i + per_job] for i in range(0, len(own), per_job))
 
-    def _save_lane(self, key: TransferKey) -> Lane:
-        return ("save", crc32(f"{key[0]}/{key[1]}".encode()) % self._options.save_threads)
+    def _save_lane(self, key: TransferKey, chunk: int = 0) -> Lane:
+        number = crc32(key.transfer_id.encode()) + key.attempt + key.part + chunk
+        return ("save", number % self._options.save_threads)
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Loads of this step that are not in at the step's deadline fail."""

@@ -23,7 +23,7 @@ from pdkv.kernels.digest import Digests, add_digests, available, mix, seeds_of
 from pdkv.kernels.host import Rows
 from pdkv.kernels.stream import StreamArgs
 from pdkv.kernels.streams import streams_of
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 if TYPE_CHECKING:
     import torch
@@ -286,7 +286,7 @@ def bind(digests: Digests, key: TransferKey, start: int, size: int) -> bytes:
         digests: (n, heads), of tokens from `start` on.
         size: tokens of a unit.
     """
-    transfer_id, attempt = key
+    transfer_id, attempt = key[:2]
     name = xxhash.xxh3_64_intdigest(transfer_id.encode(), seed=attempt)
     places = np.arange(start // size, start // size + len(digests), dtype=np.uint64)
     return mix(digests.sum(axis=1, dtype=np.uint64) + mix(places + np.uint64(name))).tobytes()

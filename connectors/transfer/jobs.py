@@ -61,7 +61,7 @@ class Job:
 
     @property
     def key(self) -> TransferKey:
-        """(transfer_id, attempt)."""
+        """The name of its transfer."""
         return self.transfer.key
 
     @property
@@ -76,7 +76,7 @@ class Job:
             TransferCancelled: the transfer was given up.
             TransferTimeout: its deadline has passed.
         """
-        transfer_id, attempt = self.key
+        transfer_id, attempt = self.key[:2]
         if self.stop_code and self.stop_code != TransferTimeout.code:
             raise TransferCancelled("cancelled", transfer_id=transfer_id, attempt=attempt)
         if self.stop_code or self.clock.now() >= self.deadline:

@@ -14,7 +14,7 @@ from pdkv.connectors.transfer.planning import Bytes, Ids
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import TransferError
 from pdkv.kernels import host
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 COPY_BYTES = 16 * 1024 * 1024
 """Between two such parts of a copy a cancel, the deadline and a shutdown are seen."""

@@ -29,7 +29,7 @@ from pdkv.connectors.transfer.jobs import Job as Job  # subclasses need these tw
 from pdkv.connectors.transfer.jobs import Task as Task
 from pdkv.connectors.transfer.lanes import IOLanes, Lane, LaneConfig
 from pdkv.errors import PdkvError, TransferCancelled, TransferError, TransferTimeout
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.reports import ConnectorStats
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from pdkv.connectors.block_table import BlockTable
 from pdkv.engine.kv.free_queue import FreeQueue, Ids
 from pdkv.kernels.block_pool import HolderCounts, available
 from pdkv.kernels.int_lists import int64_array
-from pdkv.wire.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared, KVEvent
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent
+from pdkv.wire.reports import BlockCounts
 
 
 class Holder(IntEnum):

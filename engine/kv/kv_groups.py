@@ -7,7 +7,7 @@ layers, so that every block of the pool may be any group's (docs/kv-groups.md).
 from collections.abc import Sequence
 
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.wire.messages import KVGroup
+from pdkv.wire.kv import KVGroup
 
 MAX_UNUSED = 1 / 8
 """Of a model's layers: so many more may stay unused in blocks, for fewer groups."""

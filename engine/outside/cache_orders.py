@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager
 from pdkv.engine.outside.external import ExternalKV
 from pdkv.errors import StoreUnable, TransferTimeout
-from pdkv.wire.messages import CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
 
 POOL = "pool"
 """The tier that is the engine's own blocks."""

@@ -38,15 +38,9 @@ from pdkv.engine.kv.block_pool import BlockPool, Holder
 from pdkv.engine.outside.swap import SwapRule
 from pdkv.engine.request import Request
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import (
-    MAX_CONNECTOR_PARTS,
-    MAX_PROBLEM_CHARS,
-    CacheAnswer,
-    CacheOrder,
-    ConnectorStats,
-    RequestKey,
-    TierEvents,
-)
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
+from pdkv.wire.types import MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, RequestKey
 
 NUM_PREFETCH_REQUESTS = 8
 """Waiting requests whose block keys the connector is shown."""

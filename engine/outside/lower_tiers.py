@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from pdkv.wire.messages import TierEvents
+from pdkv.wire.tiers import TierEvents
 
 MAX_TIER_KEYS = 1 << 16
 """Keys of one tier that are kept, those told last; what is dropped stays told."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pdkv.base.cost_line import Line
 from pdkv.config import Preemption
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 TRY_AGAIN_AFTER = 32
 """Requests that were computed again; the next one is read, for what it takes now."""

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.engine.plan import NewRequest, ScheduledRequest
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 IntArray = npt.NDArray[np.integer]
 

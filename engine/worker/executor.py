@@ -36,7 +36,7 @@ from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.shard import WHOLE, Shard
 from pdkv.models.weight_files import WeightFiles
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 
 class Ended(NamedTuple):

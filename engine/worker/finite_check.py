@@ -19,7 +19,7 @@ from pdkv.kernels.kv_copy import FP8, raw
 from pdkv.kernels.upload import to_tensor
 from pdkv.models.decoder import Attend
 from pdkv.models.heads import Heads
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 _BLOCKS_AT_ONCE = 64
 

@@ -14,7 +14,7 @@ from pdkv.host.memory_limits import format_bytes
 from pdkv.models.config import ModelConfig
 from pdkv.models.kv_scales import KVScales
 from pdkv.models.shard import WHOLE, Shard
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pdkv.engine.worker.runner import ModelRunner
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 from pdkv.models.decoder import Decoder
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 _GRAPH_BYTES = 4 << 20
 """Of the driver's for one captured step, beside the memory that its kernels write: some 500 kernels' arguments, and

@@ -20,7 +20,8 @@ from pdkv.engine.worker.readback import Readback, Results
 from pdkv.engine.worker.sampling.logprobs import QueuedLogprobs
 from pdkv.errors import InvalidRequest
 from pdkv.kernels.streams import Streams
-from pdkv.wire.messages import RequestKey, TokenLogprob
+from pdkv.wire.messages import TokenLogprob
+from pdkv.wire.types import RequestKey
 
 _NO_CHOICE = StepFailure(
     InvalidRequest.code,

@@ -32,7 +32,9 @@ from pdkv.kernels.upload import to_tensor
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
-from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
+from pdkv.wire.kv import KVLayout
+from pdkv.wire.messages import TokenLogprob
+from pdkv.wire.types import RequestKey
 
 
 class Computed(NamedTuple):

@@ -20,7 +20,7 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.engine.worker.pending import MAX_PENDING, PendingStep
 from pdkv.errors import RankError
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 JOIN_TIMEOUT_S = 60.0
 """How long a stop waits for the step that runs: it uses memory that is given back then. A launcher waits less long."""

@@ -27,7 +27,7 @@ from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import Bytes, UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import PeerGone, TransferTimeout
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 if TYPE_CHECKING:
     import torch

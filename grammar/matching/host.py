@@ -19,7 +19,7 @@ from pdkv.grammar.matching.vocabulary import WORD_BITS
 from pdkv.grammar.matching.workers import Workers
 from pdkv.grammar.options import GrammarOptions
 from pdkv.sampling.shape import Grammar
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 PATIENCE_S = 0.1
 """What steps may wait for the masks of one worker; behind that, what its grammars have not brought is left out."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pdkv.errors import PdkvError
 from pdkv.grammar.matching.messages import Answer, Frames, Learn, Open, Order, Refused, Tell, decode_answer, frame
 from pdkv.sampling.shape import Grammar
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 MAX_IDLE, MAX_IDLE_CHARS = 64, 8 << 20
 """Grammars that a worker keeps ready though no request has them, and their text."""

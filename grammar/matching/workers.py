@@ -36,7 +36,7 @@ from pdkv.grammar.matching.messages import (
 from pdkv.grammar.matching.slab import Slab, size_bytes
 from pdkv.grammar.matching.state import Known, Row, WorkerState
 from pdkv.sampling.shape import Grammar
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 START_TIMEOUT_S = 120.0
 """For imports and the vocabulary on a machine that is busy."""

@@ -22,7 +22,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.base.options import parse_size
 from pdkv.errors import ConfigError, Unauthorized
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
-from pdkv.wire.messages import MAX_KV_QUOTA_BYTES, MAX_KV_TTL_S, KVTerms
+from pdkv.wire.kv import MAX_KV_QUOTA_BYTES, MAX_KV_TTL_S, KVTerms
 
 MAX_KEYS = 1024
 """Keys of one file: each is a label of metrics."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pdkv.errors import InvalidRequest, TooManyRequests
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 TENANT = "pdkv.tenant"
 """Where a scope names the Tenant whose request it is; absent: clients need no key."""

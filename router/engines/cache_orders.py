@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pdkv.errors import EngineDied, TransferTimeout
-from pdkv.wire.messages import CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
 
 SLACK_S = 1.0
 """An engine says itself which tiers are late; one that says nothing by then does not answer."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pdkv.router.engines.fleet import EngineSnapshot
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.reports import ConnectorStats
 
 
 def describe_caches(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pdkv.base.clock import MONOTONIC
 from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.fleet import EngineState, Fleet
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 STEPS_AHEAD = 2
 """Largest steps' worth of prompt tokens for one prefill engine: one is computed while the next is at hand."""

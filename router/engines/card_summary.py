@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from pdkv.wire.messages import EngineCard, LoadReport
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.reports import LoadReport
 
 
 def describe_card(card: EngineCard | None, load: LoadReport | None = None) -> dict[str, Any]:

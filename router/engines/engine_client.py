@@ -28,6 +28,7 @@ from pdkv.wire.frames import (
     key_of,
     split,
 )
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     OLDEST_PROTOCOL,
@@ -35,14 +36,13 @@ from pdkv.wire.messages import (
     Abort,
     Beat,
     Disconnect,
-    EngineCard,
     EngineToRouter,
     Failed,
     Hello,
     Ready,
-    RequestKey,
     RouterToEngine,
 )
+from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 
@@ -329,6 +329,8 @@ class EngineClient:
         """The message; instead of a bad one the failure of what it was about."""
         if not isinstance(message, BadMessage):
             return message
+        if self.card is None and message.protocol is not None and self._is_too_old(message.protocol):
+            return None
         self.num_dropped += 1
         if self._log_limit.passes():
             logger.error("dropped a message from %s: %s (%d so far)", self.name, message.reason, self.num_dropped)
@@ -351,12 +353,7 @@ class EngineClient:
                     what = f"engine {first.card.engine!r}" if isinstance(first, Ready) else f"{first!r:.300}"
                     logger.error("%s: expected Ready of %s, got %s", self.endpoint, self.name, what)
                 return
-            if first.protocol < OLDEST_PROTOCOL:
-                self.num_dropped += 1
-                logger.error(
-                    "%s stays out: it speaks protocol %d, and this router %d to %d",
-                    self.name, first.protocol, OLDEST_PROTOCOL, PROTOCOL,
-                )  # fmt: skip
+            if self._is_too_old(first.protocol):
                 return
             self.card = first.card
             self._listener.engine_up(self.name, first.card)
@@ -364,6 +361,15 @@ class EngineClient:
             messages = messages[1:]
         if messages and self._listener is not None:
             self._listener.engine_messages(self.name, messages)
+
+    def _is_too_old(self, protocol: int) -> bool:
+        """Refuse an engine of a version that is no longer spoken."""
+        if protocol >= OLDEST_PROTOCOL:
+            return False
+        self.num_dropped += 1
+        versions = protocol, OLDEST_PROTOCOL, PROTOCOL
+        logger.error("%s stays out: it speaks protocol %d, and this router %d to %d", self.name, *versions)
+        return True
 
     def _listen(self, card: EngineCard) -> None:
         """Hear the engine's beats, if it sends any."""

@@ -15,8 +15,9 @@ from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.speeds import Speeds
 from pdkv.router.request import Route
-from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
+from pdkv.wire.kv import EngineCard, Order
 from pdkv.wire.refusal_note import RefusalNote
+from pdkv.wire.reports import BlockCounts, LoadReport
 
 logger = logging.getLogger(__name__)
 

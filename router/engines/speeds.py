@@ -7,7 +7,7 @@ Pure functions of measurements. What has not been measured yet is tried: after t
 from typing import NamedTuple
 
 from pdkv.base.cost_line import DECAY, Line
-from pdkv.wire.messages import LoadReport
+from pdkv.wire.reports import LoadReport
 
 FADING = 0.98
 """Of what loans lost lately, so much stays with each prompt that is computed: what failed is tried again some day."""

@@ -37,7 +37,7 @@ from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import SIDES, RouteChooser
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import Order
+from pdkv.wire.kv import Order
 from pdkv.wire.refusal_note import RefusalNote
 
 __all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]
@@ -246,7 +246,8 @@ class Dispatcher(Listener):
     def _launch(self, prompt: PromptKV, route: Route, now: float) -> Generation:
         """Begin a generation on these engines."""
         request = prompt.request
-        flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
+        own, transfer, loan = (secrets.token_hex(12) for _ in range(3))
+        flow = RequestFlow(request, route, request_id=own, transfer_id=transfer, loan_id=loan, now=now)
         generation = Generation(flow, self._apply, now)
         if route is not NOWHERE:
             generation.num_uncached = self._holdings.uncached_tokens(prompt, route.prefill, route.offer)
@@ -254,6 +255,7 @@ class Dispatcher(Listener):
         generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation
         self._transfers[flow.transfer_id] = generation
+        self._loans[flow.loan_id] = generation
         self.room.enter(kv_tokens(request), request.tenant)
         self._apply(generation, flow.start(now))
         return generation

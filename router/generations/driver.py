@@ -38,7 +38,6 @@ from pdkv.router.generations.recovery import Recovery
 from pdkv.router.generations.request_log import RequestLog
 from pdkv.router.generations.timeline import Delays
 from pdkv.wire.frames import key_of
-from pdkv.wire.lending import borrower_id, is_lent
 from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Release, RouterToEngine, Submit, Tokens
 
 logger = logging.getLogger(__name__)
@@ -87,6 +86,7 @@ class Driver:
         self._backends: dict[str, Backend] = {}
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
+        self._loans: dict[str, Generation] = {}  # by loan_id
         self._request_log = RequestLog()
         self._cut: deque[str] = deque(maxlen=512)  # ids of what readers finished of late: more may come of it
         self._parked_are_due = False  # they are about to be looked at
@@ -152,9 +152,9 @@ class Driver:
 
     def _handle_loan(self, engine: str, message: LenderMessage, now: float) -> None:
         """A lender says something about what it was asked for, or has lent."""
-        generation = self._generations.get(borrower_id(message.request_id))
-        if generation is None or not generation.flow.accepts_loan(engine, message):
-            self._drop(borrower_id(message.request_id))
+        generation = self._loans[message.request_id]
+        if not generation.flow.accepts_loan(engine, message):
+            self._drop(message.request_id)
             return
         flow = generation.flow
         is_answer = flow.loan.state == "asked"
@@ -238,7 +238,7 @@ class Driver:
     def _generation_of(self, message: RouterToEngine | EngineToRouter) -> Generation | None:
         """What a message is about, if that is under way."""
         key = key_of(message)
-        return self._generations.get(borrower_id(key[0])) if key is not None else None
+        return self._generations.get(key[0]) or self._loans.get(key[0]) if key is not None else None
 
     def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
         """A message that this code cannot stand costs its own request and nothing else."""
@@ -336,6 +336,7 @@ class Driver:
         if self._generations.pop(flow.request_id, None) is None:
             return
         self._transfers.pop(flow.transfer_id, None)
+        self._loans.pop(flow.loan_id, None)
         self.room.leave(kv_tokens(flow.request), flow.request.tenant)
         self.recovery.unpark(generation)
         if generation.timer is not None:
@@ -349,7 +350,7 @@ class Driver:
         if flow.failure is None:
             counters.finished += 1
             if flow.is_cut:
-                self._cut.extend((flow.request_id, flow.transfer_id))
+                self._cut.extend((flow.request_id, flow.transfer_id, flow.loan_id))
             self.delays.finished(generation.timeline)
             for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
                 if name != flow.route.decode or not flow.is_new_on(name):
@@ -381,19 +382,17 @@ class Driver:
         for engine, message in sends:
             self._send(engine, message)
 
-    def _expect_loan(self, generation: Generation | None, attempt: int) -> None:
+    def _expect_loan(self, generation: Generation, attempt: int) -> None:
         """A lender is asked."""
-        if generation is not None:
-            generation.loan_asked_at = self._clock()
-            loop = asyncio.get_running_loop()
-            loop.call_later(LOAN_TIMEOUT_S, self._loan_is_late, generation, attempt)
+        generation.loan_asked_at = self._clock()
+        asyncio.get_running_loop().call_later(LOAN_TIMEOUT_S, self._loan_is_late, generation, attempt)
 
     def _send(self, engine: str, message: RouterToEngine) -> None:
         """Pass a message on; a request that no frame can carry ends here."""
         if not self.fleet.is_ready(engine):
             return
-        if isinstance(message, Submit) and is_lent(message.request_id):
-            self._expect_loan(self._generations.get(borrower_id(message.request_id)), message.attempt)
+        if isinstance(message, Submit) and (generation := self._loans.get(message.request_id)) is not None:
+            self._expect_loan(generation, message.attempt)
         elif isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
             now = self._clock()
             self.fleet.begin_trial(engine, generation.flow.route, now)

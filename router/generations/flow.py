@@ -22,6 +22,7 @@ from pdkv.router.generations.flow_state import FlowMessage, FlowState, LenderMes
 from pdkv.router.generations.submits import make_submit
 from pdkv.router.request import NOWHERE, Route
 from pdkv.wire.failures import error_of
+from pdkv.wire.kv import KVHandoff
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -29,7 +30,6 @@ from pdkv.wire.messages import (
     Failed,
     Finished,
     HandedOff,
-    KVHandoff,
     KVReady,
     KVTicket,
     Loaded,

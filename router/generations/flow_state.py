@@ -7,19 +7,9 @@ from pdkv.errors import PdkvError
 from pdkv.router.generations.loan import Loan, LoanKey
 from pdkv.router.generations.output import Output
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
-from pdkv.wire.messages import (
-    Allocated,
-    Failed,
-    Finished,
-    FinishReason,
-    HandedOff,
-    KVHandoff,
-    KVReady,
-    Loaded,
-    Release,
-    SourceCounts,
-    Tokens,
-)
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import Allocated, Failed, Finished, FinishReason, HandedOff, KVReady, Loaded, Release, Tokens
+from pdkv.wire.reports import SourceCounts
 
 FlowMessage = Tokens | Finished | HandedOff | Allocated | KVReady | Loaded | Failed | Release
 """What an engine says about one request."""
@@ -35,12 +25,15 @@ class FlowState:
     """What a flow has come to. `RequestFlow` changes it; all others read it."""
 
     def __init__(
-        self, request: GenerateRequest, route: Route, *, request_id: str, transfer_id: str, now: float
+        self, request: GenerateRequest, route: Route, *, request_id: str, transfer_id: str, loan_id: str, now: float
     ) -> None:
-        """`now` is the driver's monotonic clock, in seconds; the deadline is `now + request.timeout_s`."""
+        """`loan_id` is the request id of its loans. `now` is the driver's monotonic clock, in seconds; the deadline is
+        `now + request.timeout_s`.
+        """
         self.request = request
         self.request_id = request_id
         self.transfer_id = transfer_id
+        self.loan_id = loan_id
         self.deadline = now + request.timeout_s
         self.attempt = 0  # of what is submitted next, and of the decode part
         self.prefill_attempt = 0  # of the prefill part and of its lease
@@ -73,7 +66,7 @@ class FlowState:
 
     def _take_route(self, route: Route) -> None:
         self.route = route
-        self.loan = Loan(route, LoanKey(self.request_id, self.transfer_id, self.prefill_attempt))
+        self.loan = Loan(route, LoanKey(self.loan_id, self.transfer_id, self.prefill_attempt))
 
     def _recovered(self) -> None:
         self.failure: PdkvError | None = None

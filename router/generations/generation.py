@@ -9,7 +9,7 @@ from pdkv.router.generations.failure_record import FailureRecord
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.timeline import Timeline
 from pdkv.router.request import Delta
-from pdkv.wire.messages import SourceCounts
+from pdkv.wire.reports import SourceCounts
 
 
 class Generation:

@@ -15,13 +15,11 @@ from pdkv.router.generations.probes import Prober
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.lending import is_lent
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import (
     Allocated,
     AskReport,
     Beat,
-    CacheAnswer,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
@@ -29,16 +27,16 @@ from pdkv.wire.messages import (
     KVEvents,
     KVReady,
     Loaded,
-    LoadReport,
     Peers,
     Release,
-    RequestKey,
     Resync,
     RouterToEngine,
-    TierEvents,
     Tokens,
     Trial,
 )
+from pdkv.wire.reports import LoadReport
+from pdkv.wire.tiers import CacheAnswer, TierEvents
+from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +190,7 @@ class Listener(Driver):
     def _take(self, name: str, message: RouterToEngine | EngineToRouter, now: float) -> None:
         """Act on one message of an engine that brings no tokens."""
         match message:
-            case HandedOff() | KVReady() | Failed() if is_lent(message.request_id):
+            case HandedOff() | KVReady() | Failed() if message.request_id in self._loans:
                 self._handle_loan(name, message, now)
             case Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
                 self._handle(self._generations.get(message.request_id), name, message, now)

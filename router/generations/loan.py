@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.lending import lent_id
-from pdkv.wire.messages import HandedOff, KVHandoff, KVTicket, Release, RouterToEngine, Submit
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import HandedOff, KVTicket, Release, RouterToEngine, Submit
 
 LoanState = Literal["wanted", "asked", "granted", "over"]
 
@@ -21,7 +21,7 @@ what is still there, where it reads by itself, and else computes."""
 
 
 class LoanKey(NamedTuple):
-    """The borrower's names for it."""
+    """The names of a loan. Its request is one of its own: lender and decode engine are often the same."""
 
     request_id: str
     transfer_id: str
@@ -46,8 +46,8 @@ class Loan:
         """The question for the lender, which has so many of the prompt's first tokens as far as is known."""
         self.state = "asked"
         return Submit(
-            request_id=lent_id(self.key.request_id),
-            transfer_id=lent_id(self.key.transfer_id),
+            request_id=self.key.request_id,
+            transfer_id=self.key.transfer_id,
             attempt=self.key.attempt,
             prompt_token_ids=request.prompt_token_ids[: num_tokens + 1],  # a hit leaves one token to be computed
             params=SamplingParams(temperature=0.0),
@@ -63,8 +63,8 @@ class Loan:
     def grant(self, message: HandedOff) -> bool:
         """The lender says that it has it; False: that is too late, or about something else than was asked for."""
         handoff = message.handoff
-        named = (handoff.engine, handoff.transfer_id, handoff.attempt)
-        if self.state != "asked" or named != (self.lender, lent_id(self.key.transfer_id), self.key.attempt):
+        named = (handoff.engine, handoff.transfer_id, handoff.attempt, handoff.lent)
+        if self.state != "asked" or named != (self.lender, *self.key[1:], True):
             return False
         self.state, self.handoff = "granted", handoff
         return True
@@ -73,9 +73,9 @@ class Loan:
         """The borrower says where it wants it: a lender that pushes is told."""
         if self.state != "granted":
             return []
-        return [(self.lender, KVTicket(lent_id(self.key.request_id), self.key.attempt, ticket))]
+        return [(self.lender, KVTicket(self.key.request_id, self.key.attempt, ticket))]
 
     def end(self) -> list[tuple[str, RouterToEngine]]:
         """Nobody needs it any more: the lender's lease ends, also one that it is about to grant. Idempotent."""
         held, self.state, self.handoff = self.state in ("asked", "granted"), "over", None
-        return [(self.lender, Release(lent_id(self.key.transfer_id), self.key.attempt))] if held else []
+        return [(self.lender, Release(*self.key[1:], lent=True))] if held else []

@@ -8,7 +8,8 @@ from pdkv.router.engines.health import ProbeResult
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.request import GenerateRequest, Route
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import PROBE_SALT, Order
+from pdkv.wire.kv import Order
+from pdkv.wire.messages import PROBE_SALT
 
 PROBE_TIMEOUT_S = 5.0
 """An engine that has not answered its probe by then has failed it."""

@@ -15,7 +15,7 @@ from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.trials import Trials
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 

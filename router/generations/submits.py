@@ -5,7 +5,8 @@ from typing import Literal
 import msgspec
 
 from pdkv.router.request import GenerateRequest
-from pdkv.wire.messages import MAX_TIMEOUT_S, KVHandoff, Submit
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import MAX_TIMEOUT_S, Submit
 
 
 def make_submit(

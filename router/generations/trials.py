@@ -1,7 +1,8 @@
 """Which suspect each engine has, and which of them runs alone there now (docs/failures.md)."""
 
 from pdkv.router.generations.generation import Generation
-from pdkv.wire.messages import RequestKey, Trial
+from pdkv.wire.messages import Trial
+from pdkv.wire.types import RequestKey
 
 
 class Trials:

@@ -10,7 +10,7 @@ from pdkv.router.engines.fleet import EngineSnapshot
 from pdkv.router.engines.health import HealthSnapshot
 from pdkv.router.metrics.exposition import Rows, counter, counters, gauge, gauges, totals
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import LoadReport
+from pdkv.wire.reports import LoadReport
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher

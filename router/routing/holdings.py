@@ -15,7 +15,7 @@ from pdkv.router.engines.speeds import Costs, saved_tokens
 from pdkv.router.request import GenerateRequest, Offer
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.tier_index import Reach, TierIndex
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 
 class PromptKV:

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents, KVLayout
+from pdkv.wire.kv import KVLayout
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
 
 SLICE_KEYS = 2048
 """Keys that one call of `work` handles: two milliseconds."""

@@ -13,7 +13,7 @@ from pdkv.router.engines.fleet import Fleet
 from pdkv.router.request import Offer, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import Snapshot, find_policy, prefix_aware
-from pdkv.wire.messages import Order
+from pdkv.wire.kv import Order
 
 SIDES: tuple[Side, Side] = ("prefill", "decode")
 

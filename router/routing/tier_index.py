@@ -13,7 +13,7 @@ from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.wire.messages import TierEvents, TierPart
+from pdkv.wire.tiers import TierEvents, TierPart
 
 MAX_TIERS = 256
 """Of all engines together; what is said of further ones is refused."""

@@ -21,7 +21,7 @@ from rank_connector import RankConnector, RankWorker
 
 from pdkv.assemble.engine import RankPlace, build_engine, run_rank
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
-from pdkv.connectors.base import KVConnectorMetadata
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey
 from pdkv.engine.core import EngineCore
 from pdkv.engine.step_loop import Ahead, InTurn
 from pdkv.engine.worker.drafts import Proposer
@@ -34,7 +34,8 @@ from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling.params import SamplingParams
 from pdkv.sampling.shape import Grammar, StructuredOutputs
 from pdkv.testing.engine import of_type, output_of, submit
-from pdkv.wire.messages import Abort, AskReport, EngineToRouter, Failed, Finished, LoadReport, Peers, Tokens
+from pdkv.wire.messages import Abort, AskReport, EngineToRouter, Failed, Finished, Peers, Tokens
+from pdkv.wire.reports import LoadReport
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)
@@ -339,9 +340,9 @@ def test_a_transfer_ends_when_every_rank_has_ended_it(tiny_model_dir: Path, make
     """F20."""
     engine = make_engine(tiny_model_dir, 2)
     executor, scheduler = engine.core.executor, engine.core.scheduler
-    engine.worker(1).report(("t", 0), 5)
+    engine.worker(1).report(TransferKey("t", 0), 5)
     assert not executor.execute(scheduler.schedule(1.0)).transfers
-    engine.worker(0).report(("t", 0), 4)
+    engine.worker(0).report(TransferKey("t", 0), 4)
     (outcome,) = executor.execute(scheduler.schedule(1.0)).transfers.finished_sending.values()
     assert outcome.num_bytes == 9
 
@@ -354,7 +355,7 @@ def test_ranks_are_asked_between_two_steps_what_has_ended(tiny_model_dir: Path, 
     notes = list(engine.worker(0).notes)
     seen = []
     for rank in (1, 0):
-        engine.worker(rank).report(("t", 0), 5)
+        engine.worker(rank).report(TransferKey("t", 0), 5)
         core.wake()
         ended = core.executor.ask_finished()
         assert not ended.transfers  # they are settled
@@ -371,7 +372,7 @@ def test_what_the_workers_of_all_ranks_count_is_in_the_load(tiny_model_dir: Path
     engine = make_engine(tiny_model_dir, 2)
     seen = []
     for step, rank in enumerate((1, 0, 1)):
-        engine.worker(rank).report((f"t{step}", 0), 5)
+        engine.worker(rank).report(TransferKey(f"t{step}", 0), 5)
         engine.core.wake()
         engine.core.step(0.0)
         loads = [

@@ -36,7 +36,7 @@ from pdkv.connector_kit.rig.world import NotApplicable, Violation
 from pdkv.connectors.registry import connector_target, load_connector
 from pdkv.connectors.transfer.planning import as_ids, run_starts
 from pdkv.errors import ConfigError
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 SMALL = "2x2x16"
 WANTED = [

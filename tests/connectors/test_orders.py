@@ -28,7 +28,7 @@ from pdkv.connectors.transfer.digest import PoolDigests, Tokens
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.kernels import streams
 from pdkv.kernels.digest import Digests
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 HOST = streams.HOST
 GATHERED = {"mode": "pull", "path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1"}

@@ -18,7 +18,7 @@ from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from store_rig import engines, random_kv, scattered
 from store_rig import view as store_view
 
-from pdkv.connectors.base import KVConnectorMetadata, ScheduledRange, SchedulerView
+from pdkv.connectors.base import KVConnectorMetadata, ScheduledRange, SchedulerView, TransferKey
 from pdkv.connectors.multi.wire import MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.p2p.connector import P2PConnector
@@ -98,7 +98,7 @@ def test_a_confirmed_batch_is_pushed_when_its_step_is_over(late: LateStep) -> No
         late.wait_asked()
         prefill.fill(source, kv)
         late.end()
-        assert decode.outcome("receiving", ("t", 1)).code == ""
+        assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
         decode.check(target, kv)
 
 
@@ -120,7 +120,7 @@ def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(late: LateS
         late.wait_asked()
         prefill.fill(source, kv)
         late.end()
-        assert decode.outcome("receiving", ("t", 1)).code == ""
+        assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
         decode.check(target, kv)
 
 
@@ -240,7 +240,7 @@ def test_a_push_lands_behind_the_step_that_used_its_blocks_last(late: LateStep) 
         late.wait_asked()
         decode.fill(target, torch.full_like(kv, POISON))
         late.end()
-        assert decode.outcome("receiving", ("t", 1)).code == ""
+        assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
         decode.check(target, kv)
 
 

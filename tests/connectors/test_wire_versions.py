@@ -12,7 +12,7 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.multi.wire import encode_handshake
 from pdkv.connectors.registry import choose_connector, make_connector
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 OPTIONS = {
     "shared_memory": {},

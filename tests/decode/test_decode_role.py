@@ -16,6 +16,7 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
+from pdkv.wire.kv import KVHandoff
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -25,7 +26,6 @@ from pdkv.wire.messages import (
     Failed,
     Finished,
     HandedOff,
-    KVHandoff,
     KVReady,
     KVTicket,
     Loaded,

@@ -8,7 +8,8 @@ from pdkv.engine.worker.executor import NOTHING_ENDED, Ended
 from pdkv.engine.worker.step_queue import StepQueue
 from pdkv.testing.engine import make_core, of_type, submit
 from pdkv.testing.standin import StandInExecutor
-from pdkv.wire.messages import AskReport, ConnectorStats, LoadReport
+from pdkv.wire.messages import AskReport
+from pdkv.wire.reports import ConnectorStats, LoadReport
 
 
 class Engine:

@@ -9,23 +9,23 @@ from pdkv.engine.core import EngineCore
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import (
     PROBE_SALT,
     Abort,
     BlockStored,
     CacheCleared,
     Continue,
-    EngineCard,
     Failed,
     Finished,
     KVEvents,
     KVReady,
-    LoadReport,
     Peers,
     Release,
     Resync,
     Tokens,
 )
+from pdkv.wire.reports import LoadReport
 
 PROMPT = list(range(100, 110))
 

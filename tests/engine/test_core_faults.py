@@ -11,6 +11,7 @@ from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import VOCAB_SIZE, expected_tokens
+from pdkv.wire.kv import KVHandoff
 from pdkv.wire.messages import (
     Abort,
     BlockStored,
@@ -18,7 +19,6 @@ from pdkv.wire.messages import (
     Continue,
     Failed,
     KVEvents,
-    KVHandoff,
     KVTicket,
     Release,
     Resync,

@@ -11,18 +11,9 @@ from pdkv.sampling.params import SamplingParams
 from pdkv.sampling.shape import Grammar
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
-from pdkv.wire.messages import (
-    Abort,
-    Continue,
-    Failed,
-    Finished,
-    KVHandoff,
-    KVReady,
-    KVTicket,
-    LoadReport,
-    Submit,
-    Trial,
-)
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import Abort, Continue, Failed, Finished, KVReady, KVTicket, Submit, Trial
+from pdkv.wire.reports import LoadReport
 
 PROMPT = list(range(100, 110))
 A, B = Grammar("regex", "a+"), Grammar("regex", "b+")

@@ -12,20 +12,20 @@ from pdkv.connectors.transfer.worker import TransferWorker
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.testing import VirtualClock
 from pdkv.testing.engine import InProcessEngine, make_core, of_type, run, submit
+from pdkv.wire.kv import KVHandoff
 from pdkv.wire.messages import (
     Allocated,
     Continue,
     EngineToRouter,
     Finished,
     HandedOff,
-    KVHandoff,
     KVReady,
     KVTicket,
-    LoadReport,
     Peers,
     Release,
     Tokens,
 )
+from pdkv.wire.reports import LoadReport
 
 PROMPT = list(range(5, 105))  # six blocks and a part of one
 WAIT_S = 60.0

@@ -2,7 +2,8 @@
 
 from pdkv.engine.request import Request
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import SourceCounts, Submit
+from pdkv.wire.messages import Submit
+from pdkv.wire.reports import SourceCounts
 
 
 def make_request(num_prompt: int) -> Request:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from pdkv.config import EngineConfig
-from pdkv.connectors.base import TransferOutcome, TransferResults
+from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.step_loop import StepLoop, make_step_loop
@@ -146,7 +146,7 @@ def test_a_short_step_waits_for_what_was_ordered_before_it() -> None:
 
 def test_what_transfers_bring_between_short_steps_is_asked_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core()
-    ended = Ended(TransferResults({("t", 0): TransferOutcome()}, {}, {}, {}))
+    ended = Ended(TransferResults({TransferKey("t", 0): TransferOutcome()}, {}, {}, {}))
     answers = [ended, NOTHING_ENDED, ended]
     asked: list[str] = []
     settled: list[Ended] = []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from pdkv.connectors.base import TransferOutcome, TransferResults
+from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.step_loop import Ahead, InTurn, make_step_loop
@@ -17,7 +17,8 @@ from pdkv.errors import PeerGone, RankGone
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, submit
 from pdkv.testing.standin import StandInExecutor, expected_tokens
-from pdkv.wire.messages import Abort, EngineCard, EngineToRouter, Finished, Peers, Tokens, Trial
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import Abort, EngineToRouter, Finished, Peers, Tokens, Trial
 
 PROMPT = list(range(100, 110))
 WAIT_S = 60.0
@@ -131,7 +132,7 @@ def test_a_question_for_ended_transfers_is_asked_once_and_in_turn(monkeypatch: p
     core = make_core()
     engine = Stepped(core, 1)
     log: list[str] = []
-    ended = Ended(TransferResults({("t", 0): TransferOutcome()}, {}, {}, {}))
+    ended = Ended(TransferResults({TransferKey("t", 0): TransferOutcome()}, {}, {}, {}))
     execute = core.executor.execute
 
     def run(plan: StepPlan) -> StepOutput:

@@ -13,7 +13,7 @@ from step_plans import new, outputs, share, tokens
 from tape import TapeRecorder
 from twin_device import TwinDevice
 
-from pdkv.connectors.base import TransferOutcome, TransferResults
+from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.plan import StepPlan
 from pdkv.engine.worker.attention import select
 from pdkv.engine.worker.attention.cuda import CudaAttention
@@ -24,7 +24,7 @@ from pdkv.errors import RankTimeout
 from pdkv.kernels import streams
 from pdkv.sampling.logits_processors import ModelInfo, ProcessorSet
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 MAX_LEN, NUM_BLOCKS = 128, 24
 CPU = torch.device("cpu")
@@ -273,7 +273,9 @@ def test_its_time_begins_with_the_end_of_the_one_before(two_steps: list[PendingS
 
 def test_loads_that_a_launch_found_ended_can_be_taken_out_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "HOST", TwinDevice())
-    found = TransferResults({("sent", 0): TransferOutcome()}, {}, {("loaded", 0): TransferOutcome()}, {})
+    found = TransferResults(
+        {TransferKey("sent", 0): TransferOutcome()}, {}, {TransferKey("loaded", 0): TransferOutcome()}, {}
+    )
     worker: Any = SimpleNamespace(get_finished=lambda: found, get_stats=dict)
     runner = chain_runner(worker=worker)
     step = runner.launch(StepPlan(0, [new("a", [3, 4], 0)], [share("a", 0, 2)], []))

@@ -16,7 +16,7 @@ from pdkv.connectors.base import (
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import make_core, run, submit
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 PROMPT = list(range(100, 122))  # 6 blocks of 4
 

@@ -13,27 +13,26 @@ import pytest
 from state_machine.standin_store import STAND_IN_STORE, store_of
 
 from pdkv.config import HandoffConfig
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.multi.wire import decode_handoff
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
-from pdkv.wire.lending import lent_id
+from pdkv.wire.kv import KVGroup, KVHandoff
 from pdkv.wire.messages import (
     Allocated,
     EngineToRouter,
     Failed,
     HandedOff,
-    KVGroup,
-    KVHandoff,
     KVReady,
     KVTicket,
     Loaded,
     Peers,
     Release,
-    SourceCounts,
     Submit,
 )
+from pdkv.wire.reports import SourceCounts
 
 FIRST = list(range(100, 110))
 ANSWER = expected_tokens(FIRST, 10)
@@ -99,8 +98,8 @@ class Turns:
 
     def question(self, prompt: list[int], **fields: object) -> Submit:
         """Of the router."""
-        asked = submit(prompt, request_id=lent_id("a"), until="cached", kv="handoff", **fields)
-        return msgspec.structs.replace(asked, transfer_id=lent_id("t-a"))
+        asked = submit(prompt, request_id="loan", until="cached", kv="handoff", **fields)
+        return msgspec.structs.replace(asked, transfer_id="t-a")
 
     def lend(self, prompt: list[int] = SECOND) -> KVHandoff:
         """What it hands off of the second turn."""
@@ -114,7 +113,7 @@ class Turns:
         said = run(self.borrower, self.now)
         for message in said:
             if isinstance(message, Allocated) and message.ticket is not None:
-                self.lender.handle("r", KVTicket(lent_id("a"), 0, message.ticket), self.now)
+                self.lender.handle("r", KVTicket("loan", 0, message.ticket), self.now)
         return said
 
     def finish(self) -> list[EngineToRouter]:
@@ -136,7 +135,7 @@ class Turns:
         assert output_of(said, "a") == expected_tokens(SECOND, 1)
         (handed,) = of_type(said, HandedOff)
         assert handed.sources == sources
-        self.lender.handle("r", Release(lent_id("t-a"), 0), self.now)
+        self.lender.handle("r", Release("t-a", 0, lent=True), self.now)
         self.borrower.handle("r", Release("t-a", 0), self.now)
         self.run_lender()
         run(self.borrower, self.now)
@@ -192,7 +191,7 @@ def stored_too(turns: Turns, num_blocks: int, reader: str = "p") -> None:
 
 def evict(turns: Turns) -> None:
     """All that the lender had."""
-    turns.lender.handle("r", Release(lent_id("t-a"), 0), turns.now)
+    turns.lender.handle("r", Release("t-a", 0, lent=True), turns.now)
     turns.lender.handle("r", submit(list(range(200, 255)), request_id="other", max_tokens=4), turns.now)
     turns.run_lender()
 
@@ -305,7 +304,7 @@ def test_a_loan_that_is_given_up_leaves_what_its_borrower_hands_over_alone(make_
     said = turns.borrow(turns.lend(), load_timeout_s=0.5)
     turns.borrower.handle("r", KVTicket("a", 0, wanted.ticket), turns.now)
     said += run(turns.borrower, turns.now)
-    assert turns.borrower.external.has_saves(("t-a", 0))
+    assert turns.borrower.external.has_saves(TransferKey("t-a", 0))
     turns.now += 0.6
     turns.borrower.expire(turns.now)
     said += turns.finish()
@@ -330,8 +329,8 @@ def test_a_loan_ends_by_itself_sooner_than_other_leases(make_turns: Callable[...
     turns.ask(timeout_s=3.0)
     assert turns.lender.next_deadline() == turns.now + 3.0
     turns.lender.step(turns.now + 3.0)
-    assert turns.lender.prefill.holds(("t-b", 0))
-    assert not turns.lender.prefill.holds((lent_id("t-a"), 0))
+    assert turns.lender.prefill.holds(TransferKey("t-b", 0))
+    assert not turns.lender.prefill.holds(TransferKey("t-a", 0, lent=True))
 
 
 @pytest.mark.parametrize("mode", ["push", "push+store"])
@@ -382,9 +381,12 @@ def test_what_is_confirmed_of_a_prompt_is_lent_while_the_rest_is_computed(make_t
     assert of_type(said, HandedOff)
 
 
-def test_a_hand_off_must_be_one_that_was_lent_to_this_request(make_turns: Callable[..., Turns]) -> None:
+@pytest.mark.parametrize("change", [{"transfer_id": "t-b"}, {"lent": False}], ids=["transfer", "lent"])
+def test_a_hand_off_must_be_one_that_was_lent_to_this_request(
+    make_turns: Callable[..., Turns], change: dict[str, object]
+) -> None:
     turns = make_turns("pull")
-    foreign = msgspec.structs.replace(turns.lend(), transfer_id=lent_id("t-b"))
+    foreign = msgspec.structs.replace(turns.lend(), **change)
     (failed,) = of_type(turns.borrow(foreign), Failed)
     assert failed.param == "handoff"
 

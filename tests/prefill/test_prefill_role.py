@@ -4,6 +4,7 @@ import msgspec
 from state_machine.standin_store import STAND_IN_STORE, store_of
 
 from pdkv.config import HandoffConfig
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.peer.push_scheduler import PushScheduler, PushTicket
 from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
@@ -78,7 +79,7 @@ def test_how_a_killed_reader_s_sending_ended_is_not_told_to_the_next_reader() ->
     core.step(1.0)
     (first,) = fabric.under_way
     worker = core.executor.worker  # type: ignore[attr-defined]
-    worker.stop_sending(("t-a", 0), PeerGone("e8 is gone"))
+    worker.stop_sending(TransferKey("t-a", 0), PeerGone("e8 is gone"))
     core.handle("r", ticket_of("e9", 1), 0.0)
     core.settle(Ended(worker.get_finished()))
     core.step(1.0)
@@ -165,10 +166,10 @@ def test_a_store_drops_the_tail_with_the_release_and_not_before() -> None:
     core = make_core(connector=STAND_IN_STORE, options={"fabric": "lease-10", "mode": "store"})
     core.handle("r", hand_off(PROMPT), 0.0)
     assert KVReady("a", 0, ok=True, ticket=0) in run(core)
-    assert ("t-a", 0) in store
+    assert TransferKey("t-a", 0) in store
     core.handle("r", Release("t-a", 0), 0.0)
     run(core)
-    assert ("t-a", 0) not in store
+    assert TransferKey("t-a", 0) not in store
     assert at_rest(core)
     assert leases(core) == 0
 

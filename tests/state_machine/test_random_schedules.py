@@ -15,7 +15,7 @@ from state_machine.host import PAIRS, World, run_schedule
 from state_machine.standin import StandIn
 
 from pdkv.engine.request import Request
-from pdkv.wire.messages import KVGroup
+from pdkv.wire.kv import KVGroup
 
 NUM_SCHEDULES = 240  # `make soak` runs more
 LAGS = range(3)

@@ -15,7 +15,8 @@ from pdkv.router.routing.holdings import Holdings
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import RouteChooser
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents, TierEvents
+from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents
+from pdkv.wire.tiers import TierEvents
 
 
 class ChooserRig:

@@ -12,7 +12,9 @@ from scripted_engine import ScriptedEngine, Task, expected_output, make_card
 from pdkv.router.engines.books import Books
 from pdkv.router.engines.engine_client import EngineListener
 from pdkv.router.generations.dispatch import Delta, Dispatcher, GenerateRequest, Generation
-from pdkv.wire.messages import EngineCard, EngineToRouter, RequestKey, RouterToEngine, Trial
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import EngineToRouter, RouterToEngine, Trial
+from pdkv.wire.types import RequestKey
 
 S = TypeVar("S", bound="System")
 

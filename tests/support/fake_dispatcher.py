@@ -12,15 +12,8 @@ from pdkv.router.generations.dispatch import Counters, EngineSnapshot
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import (
-    BlockCounts,
-    ConnectorStats,
-    LoadReport,
-    PromptLogprobs,
-    SourceCounts,
-    TierHeld,
-    TokenLogprob,
-)
+from pdkv.wire.messages import PromptLogprobs, TokenLogprob
+from pdkv.wire.reports import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TierHeld
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
 

@@ -21,7 +21,7 @@ from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import Setting, Shape, World
 from pdkv.connectors.base import TransferOutcome
 from pdkv.connectors.p2p.wire import Address, read_address
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 MAX_TOKENS = 130
 NUM_BLOCKS = 320

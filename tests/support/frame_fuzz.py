@@ -14,41 +14,38 @@ from pdkv.connectors.p2p.wire import CHANNEL
 from pdkv.connectors.peer import auth as peer_auth
 from pdkv.sampling.params import SamplingParams
 from pdkv.wire.frames import decode_frame
+from pdkv.wire.kv import EngineCard, KVHandoff, KVLayout
 from pdkv.wire.messages import (
+    PROTOCOL,
     Abort,
     Allocated,
     AskReport,
     Beat,
-    BlockCounts,
     BlockRemoved,
     BlockStored,
     CacheCleared,
     Continue,
     Disconnect,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
     HandedOff,
     Hello,
     KVEvents,
-    KVHandoff,
-    KVLayout,
     KVReady,
     KVTicket,
     Loaded,
-    LoadReport,
     Peers,
     PromptLogprobs,
     Ready,
     Release,
     Resync,
     RouterToEngine,
-    SourceCounts,
     Submit,
     TokenLogprob,
     Tokens,
 )
+from pdkv.wire.reports import BlockCounts, LoadReport, SourceCounts
 
 FRAMES_PER_CONNECTION = 50
 MESSAGES_PER_NAME = 12
@@ -74,7 +71,7 @@ TO_ENGINE: Sequence[RouterToEngine] = (
     Submit(request_id="d", transfer_id="t", attempt=1, prompt_token_ids=[5, 6, 7], params=PARAMS, timeout_s=2.0,
            kv="await_peer", handoff=HANDOFF, conditional=True, ticket=b"ticket", cache_salt="s", priority=3),
     Abort("q", 0), KVTicket("p", 0, b"ticket"), Continue("d", 1, [9]), HANDOFF, KVReady("d", 1, ok=False, code="x"),
-    Release("t", 0), Peers([CARD]), Resync(), Hello("fuzz", "e"), AskReport(1),
+    Release("t", 0), Peers([CARD]), Resync(), Hello("fuzz", "e", PROTOCOL), AskReport(1),
 )  # fmt: skip
 
 TO_ROUTER: Sequence[EngineToRouter] = (
@@ -84,7 +81,7 @@ TO_ROUTER: Sequence[EngineToRouter] = (
     Failed("q", 0, "internal_error", "text", retryable=True), Allocated("q", 0, 0, 3, b"ticket"),
     Loaded("q", 0, ok=True, num_bytes=5, seconds=0.1), KVReady("q", 0, ok=True), Release("t", 0),
     KVEvents(1, [CacheCleared(), BlockStored([b"k" * 16], None), BlockRemoved([b"k" * 16])]),
-    LoadReport(1, 2, BlockCounts(10, 4, 3, 2, 1, 0)), Ready(CARD), Beat("f0", 0.1), Disconnect("fuzz"),
+    LoadReport(1, 2, BlockCounts(10, 4, 3, 2, 1, 0)), Ready(CARD, PROTOCOL), Beat("f0", 0.1), Disconnect("fuzz"),
 )  # fmt: skip
 
 GREETINGS: Sequence[Any] = (
@@ -227,7 +224,9 @@ def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.S
 
 
 def _say_hello(socket: "zmq.Socket[bytes]", router_id: str, epoch: str) -> None:
-    socket.send(msgspec.msgpack.encode({"number": 0, "messages": [msgspec.to_builtins(Hello(router_id, epoch))]}))
+    socket.send(
+        msgspec.msgpack.encode({"number": 0, "messages": [msgspec.to_builtins(Hello(router_id, epoch, PROTOCOL))]})
+    )
     assert socket.poll(int(ANSWER_S * 1000)), f"no answer to the Hello of {router_id}"
     first = decode_frame(socket.recv()).messages[0]
     assert isinstance(first, Ready), first

@@ -7,7 +7,7 @@ import numpy as np
 from pdkv.errors import PdkvError
 from pdkv.grammar.matching.slab import Words
 from pdkv.sampling.shape import Grammar
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 
 class _Ticket:

@@ -15,8 +15,8 @@ from push_rig import WAIT_S, RankedEngine
 from push_rig import make_layout as rank_layout
 from push_rig import view as any_view
 
-from pdkv.connectors.base import ConfirmedRange, RequestView, TransferOutcome, TransferResults
-from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.connectors.base import ConfirmedRange, RequestView, TransferKey, TransferOutcome, TransferResults
+from pdkv.wire.kv import EngineCard, KVHandoff, KVLayout
 
 NUM_BLOCKS = 64
 HEADS = 4
@@ -85,18 +85,18 @@ class Engine(RankedEngine):
         request = view(transfer_id, kv="handoff", num_tokens=stop + 1, ticket=ticket)
         self.step(confirmed=[ConfirmedRange(request, start, stop, [block_ids], last)])
 
-    def outcomes(self, transfer_id: str) -> list[TransferOutcome]:
-        """How a transfer ended, on all ranks."""
-        key = (transfer_id, 1)
+    def outcomes(self, transfer_id: str, part: int = 0) -> list[TransferOutcome]:
+        """How a transfer, or a part of one, ended on all ranks."""
+        key = TransferKey(transfer_id, 1, part=part)
         while True:
             for kind in ("sending", "receiving"):
                 if len(self.unread.get((kind, key), ())) == self.tp:
                     return self._reports.pop((kind, key))
-            assert self.woken.acquire(timeout=WAIT_S), f"no outcome of {transfer_id}: {self.unread}"
+            assert self.woken.acquire(timeout=WAIT_S), f"no outcome of {key}: {self.unread}"
 
-    def ended(self, transfer_id: str) -> TransferOutcome:
+    def ended(self, transfer_id: str, part: int = 0) -> TransferOutcome:
         """How a transfer ended: a rank's failure, or how rank 0 ended."""
-        outcomes = self.outcomes(transfer_id)
+        outcomes = self.outcomes(transfer_id, part)
         return next((outcome for outcome in outcomes if outcome.code), outcomes[0])
 
     def next_results(self) -> TransferResults:
@@ -173,7 +173,7 @@ def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, An
             request = view(transfer_id, kv="await_peer", num_tokens=num_tokens + 1)
             return (engine.load(request, block_ids) or b"").hex()
         case "cancel":
-            worker.cancel((arguments[0], 1), "receive")
+            worker.cancel(TransferKey(arguments[0], 1), "receive")
         case "reuse":
             for block_id in arguments:
                 engine.table.reuse(block_id)

@@ -15,8 +15,9 @@ import torch
 from nursery import run_nursery
 from push_rig import PushEngine, full_kv, make_layout, view
 
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.p2p.connector import P2PConnector
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 WIDE = {"num_layers": 4, "head_size": 64}
 
@@ -61,7 +62,7 @@ def act(engine: PushEngine, command: str, *arguments: Any) -> Any:
         case "check", (blocks, num_tokens, seed, start):
             engine.check(blocks, full_kv(num_tokens, engine.layout, seed), start)
         case "outcome", (kind, name):
-            return engine.outcome(kind, (name, 1))
+            return engine.outcome(kind, TransferKey(name, 1))
         case _:
             raise ValueError(f"no such command: {command} {arguments}")
     return None

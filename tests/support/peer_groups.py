@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdkv.wire.messages import KVGroup
+from pdkv.wire.kv import KVGroup
 
 FULL_AND_WINDOW = (KVGroup((0,)), KVGroup((1,), 6))
 ALL_WINDOW = (KVGroup((0, 1), 6),)

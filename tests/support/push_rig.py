@@ -33,7 +33,7 @@ from pdkv.connectors.registry import make_connector
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.errors import KVCorrupted
-from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
+from pdkv.wire.kv import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 60.0
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 4, 8

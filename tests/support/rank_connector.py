@@ -20,7 +20,8 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard
+from pdkv.wire.kv import ConnectorKind, EngineCard
+from pdkv.wire.reports import ConnectorStats
 
 if TYPE_CHECKING:
     import torch

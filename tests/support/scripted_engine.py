@@ -5,31 +5,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdkv.connectors.base import TransferKey
 from pdkv.router.request import GenerateRequest
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.lending import is_lent
+from pdkv.wire.kv import ConnectorKind, EngineCard, KVHandoff, KVLayout, Order
 from pdkv.wire.messages import (
     Abort,
     Allocated,
-    ConnectorKind,
     Continue,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
     HandedOff,
-    KVHandoff,
-    KVLayout,
     KVReady,
     KVTicket,
     Loaded,
-    Order,
     Release,
     RouterToEngine,
-    SourceCounts,
     Submit,
     Tokens,
 )
+from pdkv.wire.reports import SourceCounts
 
 STOP = 7
 """The token that ends a generation."""
@@ -109,19 +105,19 @@ class ScriptedEngine:
     kind: ConnectorKind = "pull"
     draw: Draw = lambda n: 0  # 0 is the dull choice everywhere
     tasks: dict[tuple[str, int], Task] = field(default_factory=dict)
-    leases: set[tuple[str, int]] = field(default_factory=set)
+    leases: set[TransferKey] = field(default_factory=set)
     outbox: list[EngineToRouter] = field(default_factory=list)
     received: list[RouterToEngine] = field(default_factory=list)
     max_tokens_per_step: int = 1
-    loans: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)  # their leases
+    loans: dict[tuple[str, int], TransferKey | None] = field(default_factory=dict)  # their leases, while they last
 
     def receive(self, message: RouterToEngine) -> None:
         self.received.append(message)
         match message:
             case Submit(until="cached"):
                 self._lend(message)
-            case KVTicket() if is_lent(message.request_id):
-                is_kept = (message.request_id, message.attempt) in self.loans and self.draw(6) != 5
+            case KVTicket() if (message.request_id, message.attempt) in self.loans:
+                is_kept = self.loans[message.request_id, message.attempt] is not None and self.draw(6) != 5
                 self.outbox.append(
                     KVReady(message.request_id, message.attempt, ok=is_kept, code="" if is_kept else "x")
                 )
@@ -136,9 +132,9 @@ class ScriptedEngine:
                 if task is not None and task.stage != "sending":
                     del self.tasks[message.request_id, message.attempt]
             case Release():
-                self.leases.discard((message.transfer_id, message.attempt))
-                self.loans = {key: lease for key, lease in self.loans.items() if lease in self.leases}
-                for key, task in list(self.tasks.items()):
+                self.leases.discard(TransferKey(message.transfer_id, message.attempt, message.lent))
+                self.loans = {key: lease if lease in self.leases else None for key, lease in self.loans.items()}
+                for key, task in [] if message.lent else list(self.tasks.items()):
                     if task.stage == "sending" and task.submit.transfer_id == message.transfer_id:
                         del self.tasks[key]
             case KVTicket() | KVHandoff() | KVReady() | Continue():
@@ -150,8 +146,9 @@ class ScriptedEngine:
 
     def _lend(self, submit: Submit) -> None:
         """It has the prompt's beginning, or not any more, or does not get to say so in time."""
-        key, lease = (submit.request_id, submit.attempt), (submit.transfer_id, submit.attempt)
+        key, lease = (submit.request_id, submit.attempt), TransferKey(submit.transfer_id, submit.attempt, lent=True)
         assert key not in self.loans
+        self.loans[key] = None
         match self.draw(4):
             case 3:
                 self.outbox.append(Failed(*key, "kv_not_found", "chance", retryable=False))
@@ -161,7 +158,7 @@ class ScriptedEngine:
                 self.leases.add(lease)
                 self.loans[key] = lease
                 num_tokens = len(submit.prompt_token_ids) - 1
-                handoff = KVHandoff(*key, submit.transfer_id, self.name, "e0", num_tokens, b"")
+                handoff = KVHandoff(*key, submit.transfer_id, self.name, "e0", num_tokens, b"", lent=True)
                 self.outbox.append(HandedOff(*key, SourceCounts(local_hit=num_tokens), handoff))
 
     def _tell(self, task: Task, message: KVTicket | KVHandoff | KVReady | Continue) -> None:
@@ -183,7 +180,7 @@ class ScriptedEngine:
         task = self.tasks[key]
         if self.draw(40) == 39:
             del self.tasks[key]
-            self.leases.discard((task.submit.transfer_id, task.submit.attempt))
+            self.leases.discard(TransferKey(task.submit.transfer_id, task.submit.attempt))
             self.outbox.append(Failed(*key, "internal_error", "chance", retryable=bool(self.draw(2))))
         elif task.submit.kv == "handoff":
             self._step_prefill(key, task)
@@ -206,7 +203,7 @@ class ScriptedEngine:
 
     def _step_prefill(self, key: tuple[str, int], task: Task) -> None:
         submit = task.submit
-        lease = (submit.transfer_id, submit.attempt)
+        lease = TransferKey(submit.transfer_id, submit.attempt)
         if submit.handoff is not None and task.stage == "new":
             task.stage = "borrowing"
             if self.kind == "push":

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pdkv.connectors.arena.block_table import SharedBlockTable
 from pdkv.connectors.arena.memory import Arena
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 
 def key(number: int) -> bytes:

@@ -17,7 +17,7 @@ from pdkv.connectors.base import RequestView, TransferOutcome
 from pdkv.connectors.shared_memory import worker as shared_memory_worker
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.kernels import pool_copy
-from pdkv.wire.messages import KVHandoff, KVLayout
+from pdkv.wire.kv import KVHandoff, KVLayout
 
 WAIT_S = 60.0
 

@@ -38,7 +38,8 @@ from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.wire.messages import CacheOrder, EngineCard, KVGroup, KVHandoff, KVLayout, TierAnswer
+from pdkv.wire.kv import EngineCard, KVGroup, KVHandoff, KVLayout
+from pdkv.wire.tiers import CacheOrder, TierAnswer
 
 WAIT_S = 20.0
 TOTAL_HEADS = 4

@@ -11,7 +11,9 @@ from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import EngineServer, Received, RouterJoined
 from pdkv.wire.frames import AnyMessage, encode_message, encode_raw_frame
-from pdkv.wire.messages import Beat, EngineCard, KVLayout, RequestKey, Tokens
+from pdkv.wire.kv import EngineCard, KVLayout
+from pdkv.wire.messages import Beat, Tokens
+from pdkv.wire.types import RequestKey
 
 TIMEOUT_S = 30.0
 KEY = ClusterKey(b"k" * 32)

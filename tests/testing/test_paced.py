@@ -23,7 +23,7 @@ from pdkv.models.config import load_model_config
 from pdkv.testing import VirtualClock
 from pdkv.testing.paced import PROFILES, expected, read_profile
 from pdkv.testing.paced_engine import PacedExecutor
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 MODEL = Path("paced:h100")
 H100 = read_profile(MODEL)

@@ -15,7 +15,7 @@ import torch
 from store_servers import RedisServer
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import BlockHold, ConnectorConfig, KVConnector
+from pdkv.connectors.base import BlockHold, ConnectorConfig, KVConnector, TransferKey
 from pdkv.connectors.registry import make_connector
 from pdkv.errors import ConfigError
 from pdkv.vllm.engine import choose_connector
@@ -23,7 +23,7 @@ from pdkv.vllm.peers import CardDirectory
 from pdkv.vllm.scheduler import Identity, ScheduledRequest, VllmScheduler
 from pdkv.vllm.staging import StagingBooks
 from pdkv.vllm.worker import EndedLoads, VllmWorker
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 BLOCK = 32
 LAYERS = 2
@@ -429,11 +429,11 @@ def test_a_cache_of_another_shape_is_refused_with_both_values(make: Make) -> Non
 def test_a_block_is_free_when_its_step_its_holds_and_its_loads_are_over() -> None:
     books = StagingBooks(4)
     first = books.take_for_step(b"k1")
-    books.hold(BlockHold(("save", 0), [first], ("r", 0)))
+    books.hold(BlockHold(TransferKey("save", 0), [first], TransferKey("r", 0)))
     books.end_step()
     assert books.num_free == 2
-    books.end_hold(("save", 0))
-    books.end_hold(("save", 0))  # F2: told twice
+    books.end_hold(TransferKey("save", 0))
+    books.end_hold(TransferKey("save", 0))  # F2: told twice
     assert books.num_free == 3
     assert books.find_for_step(b"k1") == first
     taken = [books.take(), books.take()]

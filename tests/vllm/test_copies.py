@@ -11,7 +11,7 @@ from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.vllm.copies import StagingCopies
 from pdkv.vllm.staging import BlockPairs, StepOrders
 from pdkv.vllm.worker import VllmWorker
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 NUM_BLOCKS, NUM_STAGED = 6, 5
 PAIRS = BlockPairs([2, 3, 1], [4, 0, 5])

@@ -12,7 +12,7 @@ from pdkv.errors import ConfigError
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import EngineServer
-from pdkv.wire.messages import Abort, Hello
+from pdkv.wire.messages import PROTOCOL, Abort, Hello
 
 OTHER = ClusterKey(b"o" * 32)
 
@@ -53,7 +53,7 @@ def test_who_has_none_and_what_is_no_handshake_are_not_heard(keyed_server: Engin
     """A hello without a key, and noise: neither reaches the engine, whose next router is let in."""
     address, _, port = keyed_server.endpoint.removeprefix("tcp://").partition(":")
     stranger = raw_peer(context, keyed_server.endpoint)
-    stranger.send(encode_frame(Frame(0, [Hello("s", "e")])))
+    stranger.send(encode_frame(Frame(0, [Hello("s", "e", PROTOCOL)])))
     with socket.create_connection((address, int(port))) as noise:
         noise.sendall(os.urandom(4096))
 

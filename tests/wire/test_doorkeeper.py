@@ -18,7 +18,7 @@ from pdkv.host.strangers import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.doorkeeper import MAX_HANDSHAKE_BYTES, Doorkeeper
 from pdkv.wire.engine_server import EngineServer, RouterJoined
-from pdkv.wire.messages import Abort, Hello
+from pdkv.wire.messages import PROTOCOL, Abort, Hello
 
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\3\0" + b"CURVE".ljust(20, b"\0") + b"\0" * 32
 
@@ -85,7 +85,7 @@ def test_the_engines_public_key_alone_lets_nobody_in(keyed_server: EngineServer,
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         stranger.connect(keyed_server.endpoint)
         with contextlib.suppress(zmq.Again):  # it was refused already
-            hello = encode_frame(Frame(0, [Hello("r", "another")]))  # the name of the one that is served
+            hello = encode_frame(Frame(0, [Hello("r", "another", PROTOCOL)]))  # the name of the one that is served
             stranger.send(hello, zmq.NOBLOCK)
         await asyncio.to_thread(wait_until_true, lambda: doorkeeper_of(keyed_server).num_refused > 0, "it is refused")
         await check_served(keyed_server, client, listener)

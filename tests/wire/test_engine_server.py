@@ -23,15 +23,7 @@ from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.frames import PIECE_BYTES, decode_frame, encode_message, encode_raw_frame, split
-from pdkv.wire.messages import (
-    Abort,
-    Disconnect,
-    Hello,
-    Release,
-    Resync,
-    TokenLogprob,
-    Tokens,
-)
+from pdkv.wire.messages import PROTOCOL, Abort, Disconnect, Hello, Release, Resync, TokenLogprob, Tokens
 
 NO_TEXT = encode_frame(Frame(0, [Abort("q", 0)])).replace(b"messages", b"messag\xff\xfe")
 """A frame whose text is no UTF-8: its error is not msgspec's own."""
@@ -115,11 +107,11 @@ def test_malformed_frames_and_strangers_are_counted_and_end_nothing(server: Engi
 
 def test_new_epoch_of_a_router_replaces_its_predecessor_only(server: EngineServer, context: Context) -> None:
     first, second, other = (raw_peer(context, server.endpoint) for _ in range(3))
-    first.send(encode_frame(Frame(0, [Hello("r", "e1")])))
+    first.send(encode_frame(Frame(0, [Hello("r", "e1", PROTOCOL)])))
     assert receive(server, 1) == [("r", RouterJoined("e1"))]
-    other.send(encode_frame(Frame(0, [Hello("s", "e1")])))
+    other.send(encode_frame(Frame(0, [Hello("s", "e1", PROTOCOL)])))
     assert receive(server, 1) == [("s", RouterJoined("e1"))]
-    second.send(encode_frame(Frame(0, [Hello("r", "e2"), Resync()])))
+    second.send(encode_frame(Frame(0, [Hello("r", "e2", PROTOCOL), Resync()])))
     assert receive(server, 2) == [("r", RouterJoined("e2")), ("r", Resync())]
     while Disconnect("another router is r now") not in decode_frame(first.recv()).messages:
         pass  # without it one that lives would wait for answers for ever
@@ -209,7 +201,7 @@ def test_listener_may_close_the_client_in_a_callback(server: EngineServer, conte
 
 def test_server_hears_that_a_router_is_gone_and_sends_to_nobody(server: EngineServer, context: Context) -> None:
     peer = raw_peer(context, server.endpoint)
-    peer.send(encode_frame(Frame(0, [Hello("r", "e1")])))
+    peer.send(encode_frame(Frame(0, [Hello("r", "e1", PROTOCOL)])))
     assert receive(server, 1) == [("r", RouterJoined("e1"))]
     peer.close()
     while not server._events:  # the socket's end is seen by ZeroMQ's own thread, some time later
@@ -258,7 +250,8 @@ def test_no_descriptor_for_a_socket_is_a_start_up_error(tmp_path: Path) -> None:
 ENGINE_PROGRAM = """
 import sys
 import msgspec
-from pdkv.wire.messages import EngineCard, Release, Tokens
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import Release, Tokens
 from pdkv.wire.engine_server import EngineServer
 
 card = msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=EngineCard)

@@ -16,6 +16,7 @@ from pdkv.wire import engine_server as transport
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.frames import FRAME_BYTES, decode_frame
 from pdkv.wire.messages import (
+    PROTOCOL,
     Abort,
     BlockStored,
     Continue,
@@ -51,7 +52,7 @@ def test_a_bad_message_fails_its_own_request_and_the_rest_of_its_frame_is_handle
 ) -> None:
     """Finding 6: `choice=-5` ended the engine."""
     peer = raw_peer(context, server.endpoint)
-    peer.send(encode_frame(Frame(0, [Hello("r", "e1")])))
+    peer.send(encode_frame(Frame(0, [Hello("r", "e1", PROTOCOL)])))
     receive(server, 1)
     assert isinstance(heard(peer)[0], Ready)
     bad = msgspec.to_builtins(SUBMIT) | {"choice": -5}
@@ -79,7 +80,7 @@ def test_a_router_that_reads_no_more_takes_no_memory_and_is_sent_away(
     deaf.disconnect(endpoint)
     deaf.connect(endpoint)
     for name, peer in (("deaf", deaf), ("other", other)):
-        peer.send(encode_frame(Frame(0, [Hello(name, "e1")])))
+        peer.send(encode_frame(Frame(0, [Hello(name, "e1", PROTOCOL)])))
         receive(server, 1)
     long = Tokens("q", 0, 0, list(range(20_000)))
     num_sent = 0
@@ -97,7 +98,7 @@ def test_a_router_that_reads_no_more_takes_no_memory_and_is_sent_away(
             frames.append(decode_frame(deaf.recv()))
         server.receive()
     assert [frame.number for frame in frames] == list(range(len(frames))), "each is there, the farewell the last"
-    deaf.send(encode_frame(Frame(0, [Hello("deaf", "e2")])))
+    deaf.send(encode_frame(Frame(0, [Hello("deaf", "e2", PROTOCOL)])))
     assert ("deaf", RouterJoined("e2")) in receive(server, 1)
     assert isinstance(heard(deaf)[0], Ready)
     for peer in (deaf, other):
@@ -110,7 +111,7 @@ def test_a_router_whose_frame_is_lost_is_sent_away_and_told_which_one(
     server: EngineServer, context: Context, broken: bytes
 ) -> None:
     peer = raw_peer(context, server.endpoint)
-    peer.send(encode_frame(Frame(0, [Hello("r", "e1")])))
+    peer.send(encode_frame(Frame(0, [Hello("r", "e1", PROTOCOL)])))
     receive(server, 1)
     server.acknowledge()
     peer.send(encode_frame(Frame(1, [Abort("a", 0)])))
@@ -241,19 +242,19 @@ def test_one_connection_is_one_router_and_their_number_is_bounded(
     monkeypatch.setattr(transport, "MAX_ROUTERS", 2)
     peer, other, third = (raw_peer(context, server.endpoint) for _ in range(3))
     for i in range(5):
-        peer.send(encode_frame(Frame(i, [Hello(f"r{i}", "e")])))
+        peer.send(encode_frame(Frame(i, [Hello(f"r{i}", "e", PROTOCOL)])))
     received = receive(server, 9)
     assert [name for name, event in received if isinstance(event, RouterLeft)] == ["r0", "r1", "r2", "r3"]
     assert list(server._routers) == ["r4"]
-    other.send(encode_frame(Frame(0, [Hello("other", "e")])))
+    other.send(encode_frame(Frame(0, [Hello("other", "e", PROTOCOL)])))
     assert receive(server, 1) == [("other", RouterJoined("e"))]
-    third.send(encode_frame(Frame(0, [Hello("third", "e")])))
+    third.send(encode_frame(Frame(0, [Hello("third", "e", PROTOCOL)])))
     while server.num_dropped < 1:
         assert server.poll(TIMEOUT_S)
         assert server.receive() == []
     other.close()
     while "third" not in server._routers:  # ZeroMQ sees the other's end a little later
-        third.send(encode_frame(Frame(0, [Hello("third", "e")])))
+        third.send(encode_frame(Frame(0, [Hello("third", "e", PROTOCOL)])))
         assert server.poll(TIMEOUT_S)
         server.receive()
     for socket in (peer, third):

@@ -26,7 +26,7 @@ from pdkv.testing.engine import make_core, submit
 from pdkv.testing.standin import expected_tokens
 from pdkv.wire.engine_server import EngineServer
 from pdkv.wire.frames import BadMessage, decode_frame
-from pdkv.wire.messages import Finished, Hello, Tokens
+from pdkv.wire.messages import PROTOCOL, Finished, Hello, Tokens
 
 NUM_FRAMES = 1000
 PROMPT = list(range(100, 110))
@@ -79,7 +79,7 @@ def test_an_engine_stands_hostile_frames_and_serves_on(
             with serving(core, server):
                 attack_engine(context, server.endpoint, NUM_FRAMES, seed=5 if fabric is None else 6)
                 peer = raw_peer(context, server.endpoint)
-                peer.send(encode_frame(Frame(0, [Hello("good", "1")])))
+                peer.send(encode_frame(Frame(0, [Hello("good", "1", PROTOCOL)])))
                 peer.send(encode_frame(Frame(1, [submit(PROMPT, request_id="good", max_tokens=5)])))
                 output: list[int] = []
                 finished = False

@@ -20,37 +20,29 @@ from pdkv.wire.frames import (
     encode_raw_frame,
     split,
 )
+from pdkv.wire.kv import EngineCard, KVHandoff, KVLayout, KVTerms
 from pdkv.wire.messages import (
-    MAX_KV_OWNERS,
-    MAX_LIST,
     MAX_TRIAL_TOKENS,
     PART_TOKENS,
     Abort,
     AskReport,
     BlockRemoved,
     BlockStored,
-    CacheAnswer,
     CacheCleared,
-    CacheOrder,
     Continue,
-    EngineCard,
     EngineToRouter,
     HandedOff,
     KVEvents,
-    KVHandoff,
-    KVLayout,
-    KVTerms,
-    Message,
     PromptLogprobs,
     Ready,
     RouterToEngine,
-    SourceCounts,
     Submit,
-    TierAnswer,
-    TierHeld,
     TokenLogprob,
     Tokens,
 )
+from pdkv.wire.reports import MAX_KV_OWNERS, SourceCounts, TierHeld
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.types import MAX_LIST, Message
 
 HANDOFF = KVHandoff("q", 1, "t", "prefill-0", "e1", 33, b"\x00\xff")
 

@@ -32,7 +32,7 @@ from pdkv.engine.worker.ranks.messages import (
 )
 from pdkv.engine.worker.ranks.ring_queue import RingWriter
 from pdkv.errors import MalformedMessage, RankError, RankGone, RankTimeout
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 _LAST_WORD_S = 1.0
 """How long a rank whose companions lost it may take to say why."""

@@ -6,7 +6,9 @@ from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, Transf
 from pdkv.engine.plan import StepFailure, StepOutput, StepPlan
 from pdkv.errors import ConfigError
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import ConnectorStats, EngineCard, RequestKey
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.types import RequestKey
 
 # --- rank 0 -> the others, through the ring -----------------------------------------------------------------------
 

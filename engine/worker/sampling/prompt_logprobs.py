@@ -11,7 +11,8 @@ from pdkv.engine.worker.finite_check import FiniteCheck
 from pdkv.engine.worker.sampling.sampler import SamplingState
 from pdkv.kernels.upload import to_tensor
 from pdkv.models.decoder import Decoder
-from pdkv.wire.messages import RequestKey, TokenLogprob
+from pdkv.wire.messages import TokenLogprob
+from pdkv.wire.types import RequestKey
 
 _LOGITS_ROWS = 256
 """Prompt positions whose logits exist at a time."""

@@ -15,7 +15,7 @@ from pdkv.router.http.read.text_pool import TextPool
 from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.metrics.requests import RequestMetrics
 from pdkv.router.request import Delta
-from pdkv.wire.messages import SourceCounts
+from pdkv.wire.reports import SourceCounts
 
 if TYPE_CHECKING:
     from pdkv.router.admission.admission_queue import Visit

@@ -23,7 +23,8 @@ from pdkv.router.http.read.prompts import check_length, encode
 from pdkv.router.http.read.served_model import ServedModel
 from pdkv.router.request import GenerateRequest
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import CacheAction, CacheAnswer, CacheOrder, KVTerms, TierAnswer, names_tier
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.tiers import CacheAction, CacheAnswer, CacheOrder, TierAnswer, names_tier
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher

@@ -31,7 +31,8 @@ from pdkv.sampling.logits_processors import check_known
 from pdkv.sampling.params import SamplingParams
 from pdkv.sampling.shape import Grammar
 from pdkv.text import StopAutomaton, with_bad_word_ids
-from pdkv.wire.messages import PROBE_SALT, KVTerms
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.messages import PROBE_SALT
 
 _SAMPLING_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _OTHERWISE = {*_SAMPLING_LISTS, "stop", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}

@@ -20,7 +20,7 @@ from pdkv.engine.worker.executor import Executor
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.step_watch import StepWatch
 
 LOCAL_PREFILL_TOKENS = 64

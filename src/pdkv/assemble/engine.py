@@ -36,7 +36,7 @@ from pdkv.models.parallel import ALONE, DeviceRanks, TensorParallel, join_ranks
 from pdkv.models.parallel_symmetric import over_symmetric_memory
 from pdkv.models.shard import Shard
 from pdkv.sampling.logits_processors import ModelInfo, ProcessorSet
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 CPU_STEP_TOKENS = 2048
 GPU_STEP_TOKENS = 8192

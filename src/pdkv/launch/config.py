@@ -12,7 +12,7 @@ from pdkv.base.options import check_bounds, option, seconds
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
-from pdkv.wire.messages import Order
+from pdkv.wire.kv import Order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import msgspec
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import Order
+from pdkv.wire.kv import Order
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,8 @@ from pdkv.offline.requests import Conversation, Prompt, RequestMaker, as_convers
 from pdkv.offline.streams import Streams
 from pdkv.sampling.params import SamplingParams
 from pdkv.text import Tokenizer
-from pdkv.wire.messages import EngineCard, Peers
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import Peers
 
 
 class AsyncLLM:

@@ -11,7 +11,8 @@ from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.worker.step_queue import JOIN_TIMEOUT_S
 from pdkv.errors import EngineDied, EngineUnavailable, RequestAborted, RequestFailed
 from pdkv.offline.engine import SAVE_TIMEOUT_S, LocalEngine
-from pdkv.wire.messages import Abort, EngineCard, EngineToRouter, Failed, Finished, Peers, Submit, Tokens
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, Peers, Submit, Tokens
 
 logger = logging.getLogger(__name__)
 

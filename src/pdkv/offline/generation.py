@@ -10,7 +10,8 @@ from pdkv.parsers.answer import AnswerFormat
 from pdkv.sampling.params import RequestOutputKind
 from pdkv.text import TextPiece, TextStream
 from pdkv.wire.failures import error_of
-from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, SourceCounts, Submit, TokenLogprob, Tokens
+from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, Submit, TokenLogprob, Tokens
+from pdkv.wire.reports import SourceCounts
 
 _ABOUT_REQUESTS = (Tokens, Finished, Failed)
 

@@ -19,7 +19,8 @@ from pdkv.offline.outputs import RequestOutput
 from pdkv.offline.requests import Conversation, Prompt, RequestMaker, as_conversations, as_params, as_prompts
 from pdkv.sampling.params import SamplingParams
 from pdkv.text import Tokenizer
-from pdkv.wire.messages import EngineCard, Peers
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import Peers
 
 T = TypeVar("T")
 

@@ -187,5 +187,5 @@ class VirtualLoop(_VirtualTimers, asyncio.SelectorEventLoop):
     """asyncio's event loop, whose timers count by its `clock`, which stands still until a test moves it."""
 
 
-class VirtualUvloop(_VirtualTimers, uvloop.Loop):
+class VirtualUvloop(_VirtualTimers, uvloop.Loop):  # type: ignore[misc]  # uvloop says other types than asyncio
     """The router's kind of event loop with such timers."""

@@ -21,16 +21,14 @@ from pdkv.engine.worker.drafts import Proposer
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.clock import REAL_LIMIT_S, VirtualClock
 from pdkv.testing.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
+from pdkv.wire.kv import EngineCard, KVGroup, KVLayout
 from pdkv.wire.messages import (
     Allocated,
     Continue,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
     HandedOff,
-    KVGroup,
-    KVLayout,
     KVReady,
     KVTicket,
     Peers,

@@ -26,7 +26,8 @@ from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads
 from pdkv.models.weight_files import WeightFiles
 from pdkv.testing.paced import GRANULE, Profile, Stamps, Words, answers, looked_at, read_profile
-from pdkv.wire.messages import KVLayout, RequestKey
+from pdkv.wire.kv import KVLayout
+from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 

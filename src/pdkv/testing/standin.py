@@ -16,7 +16,8 @@ from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.worker.drafts import Proposer
 from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
-from pdkv.wire.messages import EngineCard, KVLayout, RequestKey
+from pdkv.wire.kv import EngineCard, KVLayout
+from pdkv.wire.types import RequestKey
 
 VOCAB_SIZE = 997
 NUM_LAYERS = 2
@@ -146,8 +147,8 @@ class StandInExecutor(Executor):
         worker, meta = self.worker, plan.kv_meta
         hooks = worker is not None and meta is not None and meta.needs_layer_hooks
         if worker is not None and meta is not None:
-            for key, direction in plan.cancels:
-                worker.cancel(key, direction)
+            for transfer, direction in plan.cancels:
+                worker.cancel(transfer, direction)
             worker.start_load_kv(meta)
         shares = [self._share(share) for share in plan.scheduled]
         for layer in range(NUM_LAYERS):

@@ -19,7 +19,7 @@ from pdkv.errors import ConfigError
 from pdkv.vllm.identity import computation_identity, weights_identity
 from pdkv.vllm.peers import CardDirectory
 from pdkv.vllm.staging import PeerChange
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 _KNOWN = {"connector", "config", "peers_dir", "staging_tokens", "save_wait_s"}
 _STAGED_STEPS = 4

@@ -11,7 +11,7 @@ from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.vllm.staging import PeerChange
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 _SUFFIX = ".card"
 _cards = msgspec.msgpack.Decoder(EngineCard)

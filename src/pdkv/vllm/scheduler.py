@@ -17,7 +17,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.vllm.identity import AdapterIdentities
 from pdkv.vllm.staging import BlockPairs, PeerChange, StagingBooks, StepOrders
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class VllmScheduler:
         """The request is over; what was copied of it goes on."""
         tracked = self._requests.pop(request_id, None)
         if tracked is not None:
-            self._finished.append((request_id, tracked.attempt))
+            self._finished.append(TransferKey(request_id, tracked.attempt))
 
     def reset(self) -> bool:
         """The weights may be others now: KV of before is not found by requests that are added from now on, wherever it
@@ -165,7 +165,7 @@ class VllmScheduler:
     def match(self, request_id: str, num_computed: int) -> int | None:
         """Whole blocks' tokens that can be loaded behind a local hit; None: ask again."""
         tracked = self._requests.get(request_id)
-        if tracked is None or (request_id, tracked.attempt) in self._loads:
+        if tracked is None or TransferKey(request_id, tracked.attempt) in self._loads:
             return 0
         if tracked.load_failed or num_computed % self._block_size:
             return 0

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pdkv.connectors.base import BlockHold, KVConnectorMetadata, TransferKey
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 
 class BlockPairs(NamedTuple):

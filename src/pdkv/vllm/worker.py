@@ -14,7 +14,7 @@ from pdkv.errors import ConfigError
 from pdkv.kernels.streams import streams_of
 from pdkv.vllm.copies import StagingCopies
 from pdkv.vllm.staging import BlockPairs, StepOrders
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 if TYPE_CHECKING:
     import torch
@@ -140,8 +140,8 @@ class VllmWorker:
             if pairs is not None:
                 assert self._copies is not None
                 self._copies.copy_in(pairs)
-                finished.add(key[0])
-        failed = {key[0] for key in results.failed_receiving if self._loads.pop(key, None) is not None}
+                finished.add(key.transfer_id)
+        failed = {key.transfer_id for key in results.failed_receiving if self._loads.pop(key, None) is not None}
         return results, EndedLoads(finished, failed)
 
     def handshake(self) -> bytes:

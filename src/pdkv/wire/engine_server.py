@@ -28,13 +28,13 @@ from pdkv.wire.frames import (
     split,
 )
 from pdkv.wire.heartbeat import Heartbeat
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     OLDEST_PROTOCOL,
     PROTOCOL,
     Abort,
     Disconnect,
-    EngineCard,
     EngineToRouter,
     Failed,
     Hello,

@@ -11,7 +11,8 @@ import msgspec
 from pdkv.base.limits import MAX_ID_CHARS
 from pdkv.errors import MalformedMessage, UnsendableMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import Attempt, EngineToRouter, RequestKey, RouterToEngine
+from pdkv.wire.messages import EngineToRouter, Ready, RouterToEngine
+from pdkv.wire.types import Attempt, RequestKey
 
 MAX_FRAME_BYTES = 64 << 20
 """A peer that sends a larger frame is disconnected."""
@@ -40,6 +41,7 @@ class BadMessage(NamedTuple):
     reason: str
     param: str  # the field at fault; "" where it is the whole
     key: RequestKey | None  # whose message it is, where that can be told
+    protocol: int | None = None  # of a Ready: the engine's version, which may be why it cannot be read
 
 
 _Received = list[AnyMessage | BadMessage]
@@ -80,8 +82,10 @@ class _GoodFrame(msgspec.Struct, frozen=True):
 class _About(msgspec.Struct, frozen=True):
     """What a message is about, whatever else is in it."""
 
-    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
-    attempt: Attempt
+    type: object = None
+    request_id: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
+    attempt: Attempt | None = None
+    protocol: Number = 1
 
 
 _UNKNOWN_TYPE = re.compile(r"Invalid value .* - at `\$\.type`$", re.DOTALL)
@@ -184,14 +188,14 @@ def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:
         reason = str(error)
     if _UNKNOWN_TYPE.search(reason):  # of a newer peer: skipped, and no fault of whose message it is
         return BadMessage(f"a message of an unknown type: {reason}", "type", None)
-    key: RequestKey | None = None
+    _, _, path = reason.partition(" - at `$.")
+    bad = BadMessage(reason, path.rstrip("`").partition("[")[0].rpartition(".")[2], None)
     try:
         about = decode_total(_abouts, data)
-        key = (about.request_id, about.attempt)
     except MalformedMessage:
-        pass  # nobody's
-    _, _, path = reason.partition(" - at `$.")
-    return BadMessage(reason, path.rstrip("`").partition("[")[0].rpartition(".")[2], key)
+        return bad
+    key = (about.request_id, about.attempt) if about.request_id and about.attempt is not None else None
+    return bad._replace(key=key, protocol=about.protocol if about.type == Ready.__name__ else None)
 
 
 def key_of(message: AnyMessage) -> RequestKey | None:

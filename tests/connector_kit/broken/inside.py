@@ -33,7 +33,7 @@ from pdkv.connectors.peer.push_scheduler import PushSend
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.errors import TransferError, TransferTimeout
-from pdkv.wire.messages import TierEvents
+from pdkv.wire.tiers import TierEvents
 
 LATE_STEPS = 2
 

@@ -170,8 +170,8 @@ class _FirstPartOnly(SharedMemoryWorker):
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         due, self._due = self._due, []
-        for (transfer_id, attempt), tasks in due:
-            super().submit((f"{transfer_id}/rest", attempt), "receive", tasks)
+        for key, tasks in due:
+            super().submit(key._replace(part=1), "receive", tasks)
         super().start_load_kv(meta)
 
     def get_finished(self) -> TransferResults:

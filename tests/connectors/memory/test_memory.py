@@ -12,7 +12,8 @@ from pdkv.connectors.store.base import StoreConnector
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.testing.engine import make_core
-from pdkv.wire.messages import EngineCard, KVLayout, Peers
+from pdkv.wire.kv import EngineCard, KVLayout
+from pdkv.wire.messages import Peers
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
 

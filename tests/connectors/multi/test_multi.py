@@ -16,6 +16,7 @@ from pdkv.connectors.base import (
     Observed,
     RequestView,
     SchedulerView,
+    TransferKey,
     TransferOutcome,
     TransferResults,
 )
@@ -44,19 +45,9 @@ from pdkv.launch.specs import EngineSpec
 from pdkv.prefill.role import PrefillRole
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
-from pdkv.wire.lending import lent_id
-from pdkv.wire.messages import (
-    MAX_BLOB_BYTES,
-    Allocated,
-    Finished,
-    HandedOff,
-    KVLayout,
-    KVReady,
-    KVTicket,
-    Loaded,
-    Peers,
-    Release,
-)
+from pdkv.wire.kv import KVLayout
+from pdkv.wire.messages import Allocated, Finished, HandedOff, KVReady, KVTicket, Loaded, Peers, Release
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
 SHAREABLE = KVLayout(2, 1, 8, 16, "float32", 4)
@@ -228,9 +219,9 @@ def test_a_child_that_cannot_be_built_takes_the_others_down() -> None:
 
 
 def test_tags_tell_children_apart() -> None:
-    keys = [("t", 0), ("1:t", 3), ("", 1)]
+    keys = [TransferKey("t", 0), TransferKey("1:t", 3, lent=True), TransferKey("", 1, part=2)]
     assert [untag(tag(child, key)) for child in (0, 12) for key in keys] == [(c, k) for c in (0, 12) for k in keys]
-    assert tag(0, ("t", 0)) != tag(1, ("t", 0))
+    assert tag(0, TransferKey("t", 0)) != tag(1, TransferKey("t", 0))
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode([b"a"])])
@@ -302,34 +293,34 @@ def test_steps_are_observed_only_where_a_child_wants_them() -> None:
 
 def test_a_hand_off_has_been_sent_when_all_its_children_have_ended() -> None:
     table = SendingTable()
-    table.begin(("t", 0), [0, 2], tells_failure=True)
-    table.end(("t", 0), 2, TransferOutcome("store_full", 10))
+    table.begin(TransferKey("t", 0), [0, 2], tells_failure=True)
+    table.end(TransferKey("t", 0), 2, TransferOutcome("store_full", 10))
     assert not table.has_ended
-    table.end(("t", 0), 1, TransferOutcome())  # has no part in it
-    table.end(("t", 0), 0, TransferOutcome("", 5, 2.0))
-    assert table.take_ended() == {("t", 0): TransferOutcome("store_full", 15, 2.0)}
-    table.end(("t", 0), 0, TransferOutcome())  # a duplicate
+    table.end(TransferKey("t", 0), 1, TransferOutcome())  # has no part in it
+    table.end(TransferKey("t", 0), 0, TransferOutcome("", 5, 2.0))
+    assert table.take_ended() == {TransferKey("t", 0): TransferOutcome("store_full", 15, 2.0)}
+    table.end(TransferKey("t", 0), 0, TransferOutcome())  # a duplicate
     assert not table.has_ended
 
 
 def test_a_failure_before_the_hand_off_is_told_with_it() -> None:
     table = SendingTable()
-    table.end(("t", 0), 0, TransferOutcome("peer_gone"))
-    table.begin(("t", 0), [0], tells_failure=True)
-    assert table.take_ended() == {("t", 0): TransferOutcome("peer_gone")}
+    table.end(TransferKey("t", 0), 0, TransferOutcome("peer_gone"))
+    table.begin(TransferKey("t", 0), [0], tells_failure=True)
+    assert table.take_ended() == {TransferKey("t", 0): TransferOutcome("peer_gone")}
 
 
 def test_failures_that_nobody_asks_for_are_bounded() -> None:
     """F2: a stale report changes nothing and takes no memory."""
     table = SendingTable()
     for i in range(2 * MAX_EARLY_FAILURES):
-        table.end((f"t{i}", 0), 0, TransferOutcome("peer_gone"))
+        table.end(TransferKey(f"t{i}", 0), 0, TransferOutcome("peer_gone"))
     assert len(table._early) == MAX_EARLY_FAILURES
 
 
 def test_what_is_pushed_again_is_told_again() -> None:
     """To another reader: without a word it would wait for its own deadline. The store may still be at it, or over."""
-    table, key = SendingTable(), ("t", 0)
+    table, key = SendingTable(), TransferKey("t", 0)
     table.begin(key, {0, 1}, tells_failure=True)
     table.end(key, 1, TransferOutcome())
     table.begin_again(key, 1)
@@ -345,7 +336,7 @@ def test_what_is_pushed_again_is_told_again() -> None:
 
 def test_a_first_readers_failure_is_not_the_seconds() -> None:
     """The store still saves."""
-    table, key = SendingTable(), ("t", 0)
+    table, key = SendingTable(), TransferKey("t", 0)
     table.begin(key, {0, 1}, tells_failure=True)
     table.end(key, 1, TransferOutcome("peer_gone"))
     table.begin_again(key, 1)
@@ -387,13 +378,13 @@ def test_a_reader_whose_ticket_comes_after_anothers_hears_that_nothing_will_come
 def test_a_hold_ends_with_its_own_result_and_the_hand_off_later() -> None:
     scheduler = with_modes("store", "push").make_scheduler_side()
     assert isinstance(scheduler, MultiScheduler)
-    scheduler.sending.add_holds([BlockHold(tag(1, ("t/1", 0)), [3], ("t", 0))])
-    scheduler.sending.begin(("t", 0), [0, 1], tells_failure=True)
-    batch = {tag(1, ("t/1", 0)): TransferOutcome()}
+    scheduler.sending.add_holds([BlockHold(tag(1, TransferKey("t", 0, part=1)), [3], TransferKey("t", 0))])
+    scheduler.sending.begin(TransferKey("t", 0), [0, 1], tells_failure=True)
+    batch = {tag(1, TransferKey("t", 0, part=1)): TransferOutcome()}
     assert scheduler.resolve_results(TransferResults(batch, {}, {}, {})) == TransferResults(batch, {}, {}, {})
-    both = {tag(1, ("t", 0)): TransferOutcome(), tag(0, ("t", 0)): TransferOutcome()}
+    both = {tag(1, TransferKey("t", 0)): TransferOutcome(), tag(0, TransferKey("t", 0)): TransferOutcome()}
     resolved = scheduler.resolve_results(TransferResults(both, {}, {}, {}))
-    assert list(resolved.finished_sending) == [("t", 0)]
+    assert list(resolved.finished_sending) == [TransferKey("t", 0)]
 
 
 def leases(core: EngineCore) -> int:
@@ -522,15 +513,17 @@ def test_a_cancel_reaches_a_load_that_was_taken_over_in_the_same_step() -> None:
     scheduler.get_num_new_matched_tokens(request, 0)
     scheduler.update_state_after_alloc(request, [[0, 1, 2]], 10)
     scheduler.build_connector_meta(SchedulerView(1, [], [], [], [], [], []))
-    failed = {tag(0, ("t-a", 0)): TransferOutcome("peer_gone")}
+    failed = {tag(0, TransferKey("t-a", 0)): TransferOutcome("peer_gone")}
     assert not scheduler.resolve_results(TransferResults({}, {}, {}, failed))
     meta: KVConnectorMetadata = scheduler.build_connector_meta(
-        SchedulerView(2, [], [], [], [], [], [], cancelled=[("t-a", 0)])
+        SchedulerView(2, [], [], [], [], [], [], cancelled=[TransferKey("t-a", 0)])
     )
     assert isinstance(meta, MultiMetadata)
-    assert meta.cancels == [(1, ("t-a", 0))]
-    ended = {tag(1, ("t-a", 0)): TransferOutcome("kv_not_found")}  # once: the next failure is the engine's
-    assert list(scheduler.resolve_results(TransferResults({}, {}, {}, ended)).failed_receiving) == [("t-a", 0)]
+    assert meta.cancels == [(1, TransferKey("t-a", 0))]
+    ended = {tag(1, TransferKey("t-a", 0)): TransferOutcome("kv_not_found")}  # once: the next failure is the engine's
+    assert list(scheduler.resolve_results(TransferResults({}, {}, {}, ended)).failed_receiving) == [
+        TransferKey("t-a", 0)
+    ]
     assert scheduler.num_loads == 0
     assert first
 
@@ -549,7 +542,7 @@ def test_results_of_unknown_transfers_keep_their_childs_key() -> None:
     """F2: the engine counts them."""
     scheduler = with_modes("pull", "pull").make_scheduler_side()
     assert isinstance(scheduler, MultiScheduler)
-    stale = {tag(1, ("gone", 0)): TransferOutcome()}
+    stale = {tag(1, TransferKey("gone", 0)): TransferOutcome()}
     assert scheduler.resolve_results(TransferResults({}, {}, stale, {})) == TransferResults({}, {}, stale, {})
 
 
@@ -559,7 +552,7 @@ def test_only_a_push_is_shown_a_hand_off_again() -> None:
     assert isinstance(scheduler, MultiScheduler)
     request = RequestView("a", 0, "t", "handoff", 11, 10, [b"k"] * 2)
     last = ConfirmedRange(request, 0, 10, [[0, 1, 2]], True)
-    for finished, shown in (([("t", 0)], [1, 1]), ([], [0, 1])):
+    for finished, shown in (([TransferKey("t", 0)], [1, 1]), ([], [0, 1])):
         view = SchedulerView(1, [], [last], [], finished, [], [])
         children = enumerate((Observed(), PushScheduler.observes))
         assert [len(scheduler.views.step(view, child, o).confirmed) for child, o in children] == shown
@@ -568,6 +561,6 @@ def test_only_a_push_is_shown_a_hand_off_again() -> None:
 def test_who_lends_nothing_takes_a_loans_request_for_a_local_one() -> None:
     scheduler = with_modes("store", "pull").make_scheduler_side()
     assert isinstance(scheduler, MultiScheduler)
-    lent = RequestView(lent_id("a"), 0, lent_id("t"), "handoff", 11, 10, [b"k"] * 2)
+    lent = RequestView("a", 0, "t", "handoff", 11, 10, [b"k"] * 2, lent=True)
     seen = [scheduler.views.request(lent, child) for child in range(2)]
     assert [view is not None and view.kv for view in seen] == ["local", "handoff"]

@@ -8,7 +8,7 @@ from nixl_engines import Engine, closing, view
 from nixl_rig import needs_nixl
 from traffic import wait_until_true
 
-from pdkv.connectors.base import ScheduledRange, SchedulerView
+from pdkv.connectors.base import ScheduledRange, SchedulerView, TransferKey
 from pdkv.connectors.nixl.receiver import _GRACE_S
 from pdkv.testing import VirtualClock
 
@@ -79,7 +79,7 @@ def test_every_layer_arrives(make: Any, options: dict[str, str], prefill_shape: 
     compute(prefill, meta, content, range(num_layers - 1, num_layers))
     assert decode.ended("t").code == ""
     assert decode.wrong_tokens(ours, 0, NUM_TOKENS, 1) == []
-    assert [outcome.code for outcome in prefill.outcomes("t/1")] == [""] * prefill.tp
+    assert [outcome.code for outcome in prefill.outcomes("t", part=1)] == [""] * prefill.tp
 
 
 def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make: Any) -> None:
@@ -96,12 +96,12 @@ def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make: Any) -> None
     compute(prefill, meta, content, range(1))
     sender = prefill.workers[0]
     wait_until_true(lambda: sender.num_open_jobs < prefill.layout.num_layers, "the first layer is out")
-    decode.workers[0].cancel(("t", 1), "receive")
+    decode.workers[0].cancel(TransferKey("t", 1), "receive")
     assert decode.ended("t").code == "transfer_cancelled"
     before = decode.pools[0].clone()
     compute(prefill, meta, content, range(1, prefill.layout.num_layers))
     wait_until_true(lambda: decode.workers[0]._receiver._early, "an offer is here")
     clock.advance(2 * _GRACE_S)
-    assert prefill.ended("t/1").code == "kv_not_found"
+    assert prefill.ended("t", part=1).code == "kv_not_found"
     assert sender.num_open_jobs == 0
     assert bool((decode.pools[0] == before).all())

@@ -16,7 +16,7 @@ from nixl_rig import needs_nixl
 from traffic import held_by_process, wait_until_true, wait_until_within
 
 from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.nixl.connector import NixlConnector, NixlPullConnector, NixlPushConnector
 from pdkv.connectors.nixl.doorbell import DoorbellAddress
 from pdkv.connectors.nixl.receiver import _GRACE_S
@@ -35,7 +35,7 @@ from pdkv.errors import (
     TransferTimeout,
 )
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 pytestmark = needs_nixl
 
@@ -114,7 +114,7 @@ def scattered(num_blocks: int, step: int = 11) -> list[int]:
 
 def runs(engine: Engine, key: str) -> bool:
     """Whether a thread works on a load."""
-    return [job.state for job in engine.workers[0].open_jobs((key, 1), "receive")] == ["running"]
+    return [job.state for job in engine.workers[0].open_jobs(TransferKey(key, 1), "receive")] == ["running"]
 
 
 def blocks_for(num_tokens: int, engine: Any) -> int:
@@ -271,7 +271,7 @@ def test_a_restarted_peer_is_met_again_and_its_predecessor_is_refused(world: Wor
     introduce(successor, decode, other)
     if old is not None:
         assert decode.scheduler.get_num_new_matched_tokens(awaiting(old), 0).num_tokens == 0
-        load = BlockLoad(("old", 1), "p", "1", 0, 16, 16, bytes(8), bytes(8), [1])
+        load = BlockLoad(TransferKey("old", 1), "p", "1", 0, 16, 16, bytes(8), bytes(8), [1])
         decode.workers[0].start_load_kv(PullMetadata(step_id=0, loads=[load]))
         assert decode.ended("old").code == StaleEpoch.code
     hand_over(mode, world, successor, decode, 100)
@@ -368,7 +368,7 @@ def test_a_push_to_a_stopped_peer_ends_at_its_deadline(world: World, options: di
     receiver.signal(signal.SIGSTOP)
     sender.fill_seeded(scattered(4), 64, 1)
     sender.push("stopped", ticket, scattered(4), 0, 64, last=True)
-    (job,) = sender.workers[0].open_jobs(("stopped", 1), "send")
+    (job,) = sender.workers[0].open_jobs(TransferKey("stopped", 1), "send")
     world.let_time_out(sender, "stopped", lambda: job.state == "posted")
     receiver.signal(signal.SIGCONT)
     receiver.call("cancel", "stopped")
@@ -385,7 +385,7 @@ def test_a_receive_whose_sender_is_silent_ends_at_once_when_it_is_given_up(world
     worker = decode.workers[0]
     wait_until_true(lambda: not decode.wrong_tokens(scattered(4, 7), 0, 32, 1), "the first half is there")
     prefill.signal(end)
-    worker.cancel(("half", 1), "receive")
+    worker.cancel(TransferKey("half", 1), "receive")
     assert decode.ended("half").code == TransferCancelled.code
     check_nothing_is_left(decode)
 
@@ -413,7 +413,7 @@ def test_a_receive_that_nobody_writes_is_cancelled_at_once(world: World) -> None
     """F1."""
     prefill, decode = world.pair("push")
     begin("push", "nobody", prefill, decode, 64)
-    decode.workers[0].cancel(("nobody", 1), "receive")
+    decode.workers[0].cancel(TransferKey("nobody", 1), "receive")
     assert decode.ended("nobody").code == TransferCancelled.code
     send("nobody", None, prefill, 64)  # too late
     check_nothing_is_left(decode)
@@ -423,7 +423,7 @@ def test_a_push_that_comes_too_late_is_refused(world: World) -> None:
     """F1: its offer is not read."""
     prefill, decode = world.pair("push")
     ticket, _ = begin("push", "late", prefill, decode, 64)
-    decode.workers[0].cancel(("late", 1), "receive")
+    decode.workers[0].cancel(TransferKey("late", 1), "receive")
     decode.ended("late")
     for pool in decode.pools:
         pool.zero_()
@@ -459,7 +459,7 @@ def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode
     decode.meet(other.card)
     if mode != "pull":
         for key in keys:  # the router's word: KVReady(ok=False)
-            decode.workers[0].cancel((key, 1), "receive")
+            decode.workers[0].cancel(TransferKey(key, 1), "receive")
     ended: dict[tuple[str, int], Any] = {}
     while len(ended) < len(keys):
         results = decode.next_results()
@@ -467,7 +467,7 @@ def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode
     allowed = {"", PeerGone.code, TransferCancelled.code, StaleEpoch.code, KVNotFound.code}
     assert {outcome.code for outcome in ended.values()} <= allowed
     if mode != "pull" or options:  # a mapped arena outlives its owner
-        assert all(ended[key, 1].code for key in after)
+        assert all(ended[TransferKey(key, 1)].code for key in after)
     hand_over(mode, world, other, decode, 100)
     check_nothing_is_left(decode)
 

@@ -12,12 +12,13 @@ from nixl_rig import needs_nixl
 from traffic import wait_until_true
 
 from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl import receiver
 from pdkv.connectors.nixl.wire import OfferDigests, Wire
 from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.errors import KVCorrupted, TransferCancelled, TransferError
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 pytestmark = needs_nixl
 
@@ -99,7 +100,7 @@ def test_a_receive_that_is_cancelled_while_digests_are_awaited_ends_at_once(
     prefill, decode = pair(make)
     push(prefill, decode)
     wait_until_true(lambda: not decode.wrong_tokens(TARGET, 0, TOKENS, 1), "the blocks have been read")
-    decode.workers[0].cancel(("t", 1), "receive")
+    decode.workers[0].cancel(TransferKey("t", 1), "receive")
     assert decode.ended("t").code == TransferCancelled.code
     hold.set()
     wait_until_true(lambda: not receiver_of(decode)._senders, "the offer is answered")
@@ -111,7 +112,7 @@ def test_a_send_that_is_cancelled_after_it_was_read_still_says_its_digests(make:
     prefill, decode = pair(make)
     push(prefill, decode)
     wait_until_true(lambda: any(arrival.read for arrival in opened(decode)), "the offer has been read")
-    prefill.workers[0].cancel(("t", 1), "send")
+    prefill.workers[0].cancel(TransferKey("t", 1), "send")
     hold.set()
     assert decode.ended("t").code == ""
     assert prefill.ended("t").code == TransferCancelled.code
@@ -166,7 +167,7 @@ def test_what_one_sender_makes_a_receiver_keep_is_bounded(make: Any, monkeypatch
     monkeypatch.setattr(receiver, "MAX_OPEN_BYTES", 1)
     push(prefill, decode, "u")
     assert prefill.ended("u").code == TransferError.code
-    decode.workers[0].cancel(("u", 1), "receive")
+    decode.workers[0].cancel(TransferKey("u", 1), "receive")
     wait_until_true(lambda: not receiver_of(decode)._senders, "nothing is kept")
 
 
@@ -187,7 +188,7 @@ def test_digests_of_another_transfer_are_not_this_ones(make: Any) -> None:
     codes: dict[tuple[str, int], str] = {}
     while len(codes) < 2:
         codes |= {key: outcome.code for found in decode.next_results() for key, outcome in found.items()}
-    assert codes == {("t", 1): KVCorrupted.code, ("u", 1): KVCorrupted.code}
+    assert codes == {TransferKey("t", 1): KVCorrupted.code, TransferKey("u", 1): KVCorrupted.code}
 
 
 def test_digests_that_come_twice_count_once(make: Any) -> None:
@@ -237,5 +238,5 @@ def test_a_sender_that_is_gone_leaves_nothing_behind(make: Any, hold: threading.
     decode.meet()
     assert not receiver_of(decode)._senders
     hold.set()
-    decode.workers[0].cancel(("t", 1), "receive")
+    decode.workers[0].cancel(TransferKey("t", 1), "receive")
     assert decode.ended("t").code == TransferCancelled.code

@@ -49,7 +49,7 @@ from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferT
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
 from pdkv.kernels.streams import HOST
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_size=8, block_size=16, dtype="float32", dtype_bytes=4)
 NUM_BLOCKS = 8

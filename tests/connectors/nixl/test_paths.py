@@ -16,7 +16,7 @@ import pytest
 from nixl_engines import Engine, RemoteEngine, awaiting, closing, make_layout, view
 from nixl_rig import needs_nixl
 
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.nixl.receiver import MAX_EARLY, MAX_EARLY_PER_SENDER
 from pdkv.connectors.nixl.wire import Offer, RankBlob, encode_blob
 from pdkv.connectors.peer.push_worker import PieceRange
@@ -27,7 +27,8 @@ from pdkv.errors import ConfigError, KVNotFound, PeerGone, StaleGeneration, Tran
 from pdkv.host import process_memory
 from pdkv.host.process_info import process_start_time
 from pdkv.host.process_memory import ProcessMemory
-from pdkv.wire.messages import ConnectorStats, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.reports import ConnectorStats
 
 pytestmark = needs_nixl
 
@@ -180,13 +181,13 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monk
     errors: list[str] = []
     endpoint = decode.workers[0].rank.endpoint
     monkeypatch.setattr(endpoint, "try_send", lambda blob, message: errors.append(message.code) or True)
-    prefill.workers[0].cancel(("t", 1), "send")
+    prefill.workers[0].cancel(TransferKey("t", 1), "send")
     assert prefill.ended("t").code == "transfer_cancelled"
     go_on.set()
     decode.workers[0]._receiver.shutdown()
     assert errors == [StaleGeneration.code]
     assert decode.workers[0].num_open_jobs == 1  # nothing has arrived
-    decode.workers[0].cancel(("t", 1), "receive")
+    decode.workers[0].cancel(TransferKey("t", 1), "receive")
     assert decode.ended("t").code == "transfer_cancelled"
 
 

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroupGloo
 from traffic import wait_until_true
 from twin_nccl import TwinNccl, use_gpus, use_twin_nccl
 
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.p2p import nccl
 from pdkv.connectors.p2p import pieces as p2p_pieces
 from pdkv.connectors.p2p.connector import P2PConnector
@@ -80,7 +81,7 @@ def pushes(recorded: RecordedStreams, kv_checksum: str = "on") -> bool:
             decode.pools[0].fill_(-77.0)
             decode.earlier_steps.record()
         begin(prefill, decode)
-        ok = not decode.outcome("receiving", ("t", 1)).code
+        ok = not decode.outcome("receiving", TransferKey("t", 1)).code
         with recorded.compute.on():
             read = decode.pools[0].clone()
         recorded.finish_all()
@@ -133,8 +134,8 @@ def is_cancelled(recorded: RecordedStreams) -> bool:
         with pair(kv_checksum="off") as (prefill, decode):
             begin(prefill, decode)
             assert reached.wait(10.0)
-            decode.cancel(("t", 1), "receive")
-            code = decode.outcome("receiving", ("t", 1)).code
+            decode.cancel(TransferKey("t", 1), "receive")
+            code = decode.outcome("receiving", TransferKey("t", 1)).code
             decode.pools[0][TARGET] = 5.0
             recorded.finish_all()
             go_on.set()
@@ -162,7 +163,7 @@ def test_two_ranks_on_one_gpu_are_told_why_nccl_is_not_for_them(
     use_twin_nccl(monkeypatch, recorded)
     with caplog.at_level(logging.INFO, "pdkv.connectors.p2p"), pair() as (prefill, decode):
         begin(prefill, decode)
-        assert not decode.outcome("receiving", ("t", 1)).code
+        assert not decode.outcome("receiving", TransferKey("t", 1)).code
     reason = "through host memory: both keep KV on GPU GPU-0, and NCCL refuses two ranks on one GPU"
     assert [reason in record.message for record in caplog.records] == [True] * same
 
@@ -195,7 +196,7 @@ def test_a_group_of_torchs_moves_pieces() -> None:
         kv = full_kv(40, prefill.layout, seed=1)
         prefill.fill(SOURCE, kv)
         begin(prefill, decode)
-        assert decode.outcome("receiving", ("t", 1)).code == ""
+        assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
         decode.check(TARGET, kv)
 
 
@@ -213,7 +214,7 @@ def test_a_group_whose_other_end_does_not_come_is_a_timeout(monkeypatch: pytest.
     monkeypatch.setattr(nccl, "make_nccl", make_late)
     with pair(timeout_s="1.0") as (prefill, decode):
         begin(prefill, decode)
-        assert prefill.outcome("sending", ("t/1", 1)).code == "transfer_timeout"
+        assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == "transfer_timeout"
         go_on.set()
         wait_until_true(lambda: bool(made) and all(group.is_aborted for group in made), "what is made late is ended")
 

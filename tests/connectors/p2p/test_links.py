@@ -14,6 +14,7 @@ from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
 from traffic import wait_until_true
 
 from pdkv.connector_kit.rig.sockets import listeners
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.p2p import outbound, pieces
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.p2p.link import LinkEnd
@@ -74,8 +75,8 @@ def begin(prefill: PushEngine, decode: PushEngine, name: str, blocks: list[int])
 def move(prefill: PushEngine, decode: PushEngine, name: str, blocks: list[int]) -> None:
     """Move a request and look at it."""
     kv = begin(prefill, decode, name, blocks)
-    assert decode.outcome("receiving", (name, 1)).code == ""
-    assert prefill.outcome("sending", (name, 1)).code == ""
+    assert decode.outcome("receiving", TransferKey(name, 1)).code == ""
+    assert prefill.outcome("sending", TransferKey(name, 1)).code == ""
     decode.check(blocks, kv)
 
 
@@ -207,10 +208,10 @@ class Swap:
 def check_that_it_fails(prefill: PushEngine, decode: PushEngine, codes: set[str]) -> None:
     """A transfer fails on both sides, its blocks are nobody's any more, and nothing lands afterwards."""
     begin(prefill, decode, "t", BLOCKS)
-    assert decode.outcome("receiving", ("t", 1)).code in codes
+    assert decode.outcome("receiving", TransferKey("t", 1)).code in codes
     pool = decode.pools[0].view(torch.uint8)  # by bytes: what is shifted may be no number
     before = pool.clone()
-    assert prefill.outcome("sending", ("t", 1)).code in {*codes, "peer_gone", "transfer_failed"}
+    assert prefill.outcome("sending", TransferKey("t", 1)).code in {*codes, "peer_gone", "transfer_failed"}
     assert torch.equal(pool, before)
 
 
@@ -362,7 +363,7 @@ def test_a_sender_that_stops_in_mid_piece_is_a_timeout_and_lands_nothing_later(
     control.expect(WAIT_S)
     assert isinstance(control.ask(offer_of("t", 2), WAIT_S), Accepted)
     control.connection.socket.sendall(bytes(1 << 17))
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_timeout"
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_timeout"
     before = decode.pools[0].clone()
     with contextlib.suppress(OSError):
         control.connection.socket.sendall(b"\1" * (1 << 17))
@@ -421,14 +422,14 @@ def test_engines_that_speak_other_versions_of_the_frames_say_so(make_engine: Eng
     with pytest.raises(IncompatiblePeers, match=f"version {FRAMES_VERSION + 1} of p2p's frames"):
         prefill.workers[0].peers.card("d", "1")
     begin(prefill, decode, "t", BLOCKS)
-    assert prefill.outcome("sending", ("t", 1)).code == "incompatible_peers"
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == "incompatible_peers"
 
 
 def test_only_unix_sockets_are_wanted_and_the_peer_is_elsewhere(make_engine: Engines) -> None:
     prefill, decode = pair(make_engine, sockets="unix")
     meet_at(prefill, decode, msgspec.structs.replace(address_of(decode), host_id="another"))
     begin(prefill, decode, "t", BLOCKS)
-    assert prefill.outcome("sending", ("t", 1)).code == "transfer_failed"
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == "transfer_failed"
 
 
 def test_a_peer_on_another_host_is_reached_over_tcp(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,11 +486,11 @@ def test_a_sender_that_gives_up_behind_its_last_byte_has_sent_nothing(
     monkeypatch.setattr(Control, "send", send)
     kv = begin(prefill, decode, "t", [2])
     assert all_sent.wait(WAIT_S)
-    prefill.cancel(("t", 1), "send")
-    assert prefill.outcome("sending", ("t", 1)).code == "transfer_cancelled"
+    prefill.cancel(TransferKey("t", 1), "send")
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == "transfer_cancelled"
     prefill.fill([2], kv.flip(0))
     may_read.set()
-    if decode.outcome("receiving", ("t", 1)).code != "peer_gone":
+    if decode.outcome("receiving", TransferKey("t", 1)).code != "peer_gone":
         decode.check([2], kv)  # what was copied when it was sent
         assert sockets == "tcp"
 

@@ -16,7 +16,7 @@ import torch
 from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
 from traffic import held_by_process, wait_until_true, wait_until_within
 
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.p2p import outbound
 from pdkv.connectors.p2p import pieces as p2p_pieces
 from pdkv.connectors.p2p.connector import P2PConnector
@@ -77,11 +77,11 @@ def test_tokens_arrive_in_the_blocks_of_every_rank(
     ticket = decode.want(view("t", kv="await_peer", num_tokens=num_tokens), target, start)
     request = view("t", kv="handoff", num_tokens=num_tokens, ticket=ticket)
     holds = prefill.give(request, source, 96, last=False) + prefill.give(request, source, num_tokens)
-    assert [hold.key for hold in holds] == [("t/1", 1), ("t/2", 1)]
+    assert [hold.key for hold in holds] == [TransferKey("t", 1, part=1), TransferKey("t", 1, part=2)]
 
-    received = decode.outcome("receiving", ("t", 1))
+    received = decode.outcome("receiving", TransferKey("t", 1))
     assert received.code == ""
-    assert prefill.outcome("sending", ("t", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == ""
     for hold in holds:
         assert prefill.outcome("sending", hold.key).code == ""
     decode.check(target, kv, start)
@@ -104,8 +104,8 @@ def move(prefill: PushEngine, decode: PushEngine, name: str = "t") -> None:
     source, target = [9, 3, 1], [4, 6, 5]
     prefill.fill(source, kv)
     transfer(prefill, decode, name, source, target, 40)
-    assert decode.outcome("receiving", (name, 1)).code == ""
-    assert prefill.outcome("sending", (name, 1)).code == ""
+    assert decode.outcome("receiving", TransferKey(name, 1)).code == ""
+    assert prefill.outcome("sending", TransferKey(name, 1)).code == ""
     decode.check(target, kv)
 
 
@@ -137,7 +137,7 @@ def test_adjacent_and_scattered_blocks_go_from_pool_to_pool(
     prefill.fill(source, kv)
     for name in "tu":
         transfer(prefill, decode, name, source, target, len(kv))
-        assert decode.outcome("receiving", (name, 1)).num_bytes == len(source) * prefill.layout.block_bytes
+        assert decode.outcome("receiving", TransferKey(name, 1)).num_bytes == len(source) * prefill.layout.block_bytes
         decode.check(target, kv)
         decode.pools[0].zero_()
 
@@ -154,8 +154,8 @@ def test_a_hundred_transfers_at_once(make_engine: Engines) -> None:
         contents.append((target, kv))
         transfer(prefill, decode, f"t{i}", source, target, len(kv))
     for i, (target, kv) in enumerate(contents):
-        assert decode.outcome("receiving", (f"t{i}", 1)).code == ""
-        assert prefill.outcome("sending", (f"t{i}", 1)).code == ""
+        assert decode.outcome("receiving", TransferKey(f"t{i}", 1)).code == ""
+        assert prefill.outcome("sending", TransferKey(f"t{i}", 1)).code == ""
         decode.check(target, kv)
     assert [worker.num_groups for worker in prefill.workers] == [1, 1]
 
@@ -176,7 +176,7 @@ def test_a_ticket_beyond_its_bound_fails_the_load_at_once(make_engine: Engines) 
     decode = make_engine("d", num_blocks=80_000, layout=make_layout(num_layers=1, num_heads=1, head_size=1))
     request = view("t", kv="await_peer", num_tokens=16 * 40_000)
     assert decode.want(request, range(0, 80_000, 2)) is None
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_failed"
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_failed"
     adjacent = decode.want(view("u", kv="await_peer", num_tokens=16 * 20_000), range(20_000))
     assert adjacent is not None
     assert len(adjacent) < 64
@@ -205,7 +205,7 @@ def test_tickets_that_cannot_be_served_fail_with_a_type(make_engine: Engines, ti
     if ticket[:3] == ["d", "1", "t"] and ticket[3:6] == [1, 0, 40]:
         clock.until_waiting()  # the receiver may not have heard of it yet
         clock.advance(REGISTRATION_S)
-    assert prefill.outcome("sending", ("t", 1)).code == code
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == code
     assert torch.equal(decode.pools[0], before)
     move(prefill, decode, "u")
 
@@ -216,7 +216,7 @@ def test_peers_that_do_not_fit_are_refused_from_their_cards(make_engine: Engines
     prefill.meet(decode.card)
     ticket = decode.want(view("t", kv="await_peer", num_tokens=40), [0, 1, 2])
     prefill.give(view("t", kv="handoff", num_tokens=40, ticket=ticket), [9, 3, 1], 40)
-    assert prefill.outcome("sending", ("t", 1)).code == "incompatible_peers"
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == "incompatible_peers"
 
 
 @pytest.mark.parametrize(
@@ -248,10 +248,10 @@ def test_an_offer_that_contradicts_itself_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(outbound, "plan_sending", plan)
         transfer(prefill, decode, "t", [9, 3], [0, 2], 40)
-        assert prefill.outcome("sending", ("t", 1)).code == "transfer_failed"
-    decode.cancel(("t", 1), "receive")
+        assert prefill.outcome("sending", TransferKey("t", 1)).code == "transfer_failed"
+    decode.cancel(TransferKey("t", 1), "receive")
     assert torch.equal(decode.pools[0], before)
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_cancelled"
     move(prefill, decode, "u")
 
 
@@ -281,11 +281,11 @@ def test_what_comes_after_the_receivers_cancel_is_refused(make_engine: Engines) 
     """F1: the receiver's blocks are its own again at once."""
     prefill, decode = pair(make_engine)
     ticket = decode.want(view("t", kv="await_peer", num_tokens=40), [0, 1, 2])
-    decode.cancel(("t", 1), "receive")
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
+    decode.cancel(TransferKey("t", 1), "receive")
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_cancelled"
     before = decode.pools[0].clone()
     prefill.give(view("t", kv="handoff", num_tokens=40, ticket=ticket), [9, 3, 1], 40)
-    assert prefill.outcome("sending", ("t", 1)).code == "kv_not_found"
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == "kv_not_found"
     assert torch.equal(decode.pools[0], before)
     move(prefill, decode, "u")
 
@@ -300,12 +300,12 @@ def test_a_cancel_while_the_piece_travels_ends_when_nothing_can_land(
     gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "t", list(range(20, 40)), list(range(0, 40, 2)), 320)
     gate.wait()
-    decode.cancel(("t", 1), "receive")
+    decode.cancel(TransferKey("t", 1), "receive")
     assert not decode.unread  # its receives are posted
     gate.opened.set()
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_cancelled"
     before = decode.pools[0].clone()
-    assert prefill.outcome("sending", ("t", 1)).code in ("peer_gone", "transfer_cancelled")
+    assert prefill.outcome("sending", TransferKey("t", 1)).code in ("peer_gone", "transfer_cancelled")
     assert torch.equal(decode.pools[0], before)
     assert (before[38] == -1).all()
     move(prefill, decode, "u")
@@ -316,11 +316,11 @@ def test_the_senders_cancel_fails_both_sides(make_engine: Engines, monkeypatch: 
     gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "t", [9, 3, 1], [0, 1, 2], 40)
     gate.wait()
-    prefill.cancel(("t", 1), "send")
+    prefill.cancel(TransferKey("t", 1), "send")
     gate.opened.set()
-    assert prefill.outcome("sending", ("t/1", 1)).code == "transfer_cancelled"
-    assert prefill.outcome("sending", ("t", 1)).code == "transfer_cancelled"
-    assert decode.outcome("receiving", ("t", 1)).code in ("", "peer_gone")
+    assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == "transfer_cancelled"
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == "transfer_cancelled"
+    assert decode.outcome("receiving", TransferKey("t", 1)).code in ("", "peer_gone")
     move(prefill, decode, "u")
 
 
@@ -329,12 +329,12 @@ def test_a_dropped_request_is_forgotten_by_every_rank(make_engine: Engines) -> N
     prefill, decode = pair(make_engine, (2, 2))
     ticket = decode.want(view("t", kv="await_peer", num_tokens=40), [0, 1, 2])
     prefill.give(view("t", kv="handoff", num_tokens=40, ticket=ticket), [9, 3, 1], 32, last=False)
-    assert prefill.outcome("sending", ("t/1", 1)).code == ""
-    prefill.step(aborted=[("t", 1)])
-    assert prefill.outcome("sending", ("t", 1)).code == "transfer_cancelled"
+    assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == ""
+    prefill.step(aborted=[TransferKey("t", 1)])
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == "transfer_cancelled"
     assert all(worker.num_open_jobs == 0 for worker in prefill.workers)
-    decode.cancel(("t", 1), "receive")
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
+    decode.cancel(TransferKey("t", 1), "receive")
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_cancelled"
 
 
 def test_a_stalled_sender_fails_the_receive_at_its_deadline(
@@ -347,9 +347,9 @@ def test_a_stalled_sender_fails_the_receive_at_its_deadline(
     transfer(prefill, decode, "s", [9, 3, 1], [0, 1, 2], 40)
     gate.wait()
     clock.advance(RECEIVE_TIMEOUT_S)
-    assert decode.outcome("receiving", ("s", 1)).code == "transfer_timeout"
+    assert decode.outcome("receiving", TransferKey("s", 1)).code == "transfer_timeout"
     gate.opened.set()
-    assert prefill.outcome("sending", ("s", 1)).code in ("transfer_timeout", "peer_gone")
+    assert prefill.outcome("sending", TransferKey("s", 1)).code in ("transfer_timeout", "peer_gone")
     move(prefill, decode, "u")
 
 
@@ -361,7 +361,7 @@ def test_sends_to_a_peer_that_left_fail_and_its_successor_gets_a_group_of_its_ow
     successor = make_engine("d", epoch="2")
     prefill.meet(successor.card)
     prefill.give(view("u", kv="handoff", num_tokens=40, ticket=ticket), [9, 3, 1], 40)
-    assert prefill.outcome("sending", ("u", 1)).code == "stale_epoch"
+    assert prefill.outcome("sending", TransferKey("u", 1)).code == "stale_epoch"
     successor.meet(prefill.card)
     move(prefill, successor, "v")
     assert prefill.workers[0].num_groups == 2
@@ -534,7 +534,7 @@ def test_who_holds_a_peers_address_learns_nothing_and_the_send_fails_with_a_type
         listening = threading.Thread(target=hear)
         listening.start()
         transfer(prefill, decode, "t", [9, 3, 1], [0, 1, 2], 40)
-        assert prefill.outcome("sending", ("t", 1)).code == "unauthenticated"
+        assert prefill.outcome("sending", TransferKey("t", 1)).code == "unauthenticated"
         listening.join(WAIT_S)
     assert len(heard) == 1  # a greeting, and no answer to that challenge
     assert b"Hello" in heard[0]

@@ -14,11 +14,12 @@ from nursery import Forked
 from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
 from traffic import ProcessHoldings, held_by_process, wait_until_true, wait_until_within
 
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.peer.push_worker import RECEIVE_TIMEOUT_S
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 torch.set_num_threads(1)
 
@@ -126,7 +127,7 @@ def move(engine: PushEngine, peer: Peer, name: str = "t") -> None:
     engine.fill(source, full_kv(100, engine.layout, seed))
     send(engine, peer, name, source, target, 100)
     assert peer.outcome("receiving", name) == ""
-    assert engine.outcome("sending", (name, 1)).code == ""
+    assert engine.outcome("sending", TransferKey(name, 1)).code == ""
     peer.ask("check", target, 100, seed, 0)
 
 
@@ -148,7 +149,7 @@ def test_bytes_between_processes(
     prefill.give(request, source, 96, last=False)
     prefill.give(request, source, 150)
     assert decode.outcome("receiving", "t") == ""
-    assert prefill.outcome("sending", ("t", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == ""
     decode.ask("check", target, 150, 5, 32)
 
 
@@ -169,7 +170,7 @@ def test_a_killed_receiver_fails_what_goes_to_it_and_nothing_else(
     amid("send", dying, signal.SIGKILL)
     for i, ticket in enumerate(tickets):
         prefill.give(view(f"t{i}", kv="handoff", num_tokens=16 * len(blocks), ticket=ticket), blocks, 16 * len(blocks))
-    assert [prefill.outcome("sending", (f"t{i}", 1)).code for i in range(3)] == ["peer_gone"] * 3
+    assert [prefill.outcome("sending", TransferKey(f"t{i}", 1)).code for i in range(3)] == ["peer_gone"] * 3
     move(prefill, other)
 
 
@@ -184,7 +185,7 @@ def test_a_killed_sender_fails_the_receive_and_leaves_the_blocks_alone(
     ticket = decode.want(view("t", kv="await_peer", num_tokens=16 * len(blocks)), blocks)
     amid("receive", prefill, signal.SIGKILL)
     prefill.give("t", blocks, 16 * len(blocks), ticket)
-    assert decode.outcome("receiving", ("t", 1)).code == "peer_gone"
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "peer_gone"
     before = decode.pools[0].clone()
     successor = start_peer("p", epoch="last")
     successor.meet(decode.card)
@@ -192,7 +193,7 @@ def test_a_killed_sender_fails_the_receive_and_leaves_the_blocks_alone(
     ticket = decode.want(view("u", kv="await_peer", num_tokens=40), [300, 302, 304])
     successor.ask("fill", [9, 3, 1], 40, 7)
     successor.give("u", [9, 3, 1], 40, ticket)
-    assert decode.outcome("receiving", ("u", 1)).code == ""
+    assert decode.outcome("receiving", TransferKey("u", 1)).code == ""
     decode.check([300, 302, 304], full_kv(40, decode.layout, 7))
     assert torch.equal(decode.pools[0][blocks[:100]], before[blocks[:100]])
 
@@ -211,7 +212,7 @@ def test_a_stopped_receiver_is_a_timeout(
         prefill.give(view(name, kv="handoff", num_tokens=40, ticket=ticket), [9, 3, 1], 40)
         wait_until_true(lambda: worker._busy, "it is on its way")
         clock.advance(worker.timeout_s)
-        assert prefill.outcome("sending", (name, 1)).code == "transfer_timeout"
+        assert prefill.outcome("sending", TransferKey(name, 1)).code == "transfer_timeout"
     decode.signal(signal.SIGCONT)
     move(prefill, decode, "u")
 
@@ -229,7 +230,7 @@ def test_a_sender_that_is_stopped_in_the_middle_is_a_timeout(
     prefill.give("t", MANY, 16 * len(MANY), ticket)
     assert is_amid.wait(WAIT_S)
     clock.advance(RECEIVE_TIMEOUT_S)
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_timeout"
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_timeout"
     before = decode.pools[0].clone()
     prefill.signal(signal.SIGCONT)
     assert prefill.outcome("sending", "t") == "peer_gone"
@@ -252,8 +253,11 @@ def test_a_cancel_does_not_wait_for_a_peer_that_is_stopped(
         ticket = engine.want(view("t", kv="await_peer", num_tokens=16 * len(blocks)), blocks)
         peer.give("t", blocks, 16 * len(blocks), ticket)
     assert is_amid.wait(WAIT_S)
-    engine.cancel(("t", 1), "send" if stopped == "receiver" else "receive")
-    assert engine.outcome("sending" if stopped == "receiver" else "receiving", ("t", 1)).code == "transfer_cancelled"
+    engine.cancel(TransferKey("t", 1), "send" if stopped == "receiver" else "receive")
+    assert (
+        engine.outcome("sending" if stopped == "receiver" else "receiving", TransferKey("t", 1)).code
+        == "transfer_cancelled"
+    )
     before = engine.pools[0].clone()
     peer.signal(signal.SIGCONT)
     if stopped == "sender":
@@ -296,7 +300,7 @@ def test_transfers_to_a_stopped_receiver_time_out_and_leave_no_thread(
         prefill.give(view(f"t{i}", kv="handoff", num_tokens=16 * len(LARGE), ticket=ticket), LARGE, 16 * len(LARGE))
     assert is_amid.wait(WAIT_S)
     clock.advance(prefill.workers[0].timeout_s)
-    assert {prefill.outcome("sending", (f"t{i}", 1)).code for i in range(10)} == {"transfer_timeout"}
+    assert {prefill.outcome("sending", TransferKey(f"t{i}", 1)).code for i in range(10)} == {"transfer_timeout"}
     wait_until_true(lambda: not set(threading.enumerate()) - set(others), "the lane's thread has ended")
     decode.signal(signal.SIGCONT)
 
@@ -311,5 +315,5 @@ def test_a_hundred_transfers_between_two_processes(
         send(prefill, decode, f"t{i}", [2 * i, 2 * i + 1], [511 - i], 1 + i % 32)
     for i in range(100):
         assert decode.outcome("receiving", f"t{i}") == ""
-        assert prefill.outcome("sending", (f"t{i}", 1)).code == ""
+        assert prefill.outcome("sending", TransferKey(f"t{i}", 1)).code == ""
         decode.ask("check", [511 - i], 1 + i % 32, i, 0)

@@ -8,7 +8,7 @@ from scripted_engine import make_card
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.errors import IncompatiblePeers
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_size=4, dtype="float32", dtype_bytes=4, block_size=16)
 

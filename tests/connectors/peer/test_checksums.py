@@ -11,6 +11,7 @@ import pytest
 from push_rig import WAIT_S, PullEngine, PushEngine, full_kv, view
 
 from pdkv.connector_kit.rig.damage import Damage, How
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.peer.checksums import SAMPLED, is_checked
 from pdkv.connectors.peer.push_worker import PushPiece
@@ -18,7 +19,7 @@ from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVCorrupted, KVNotFound, PeerGone, TransferTimeout
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 NUM_TOKENS = 75
 SOURCE, TARGET = [9, 2, 17, 4, 30], [8, 1, 22, 13, 5]
@@ -28,7 +29,7 @@ def pull(source: PullEngine, reader: PullEngine, name: str = "t") -> str:
     """The code that a load of a hand-off ended with."""
     source.fill(SOURCE, full_kv(NUM_TOKENS, source.layout))
     reader.load(source.hand_off(name, SOURCE, NUM_TOKENS), TARGET)
-    return reader.outcome("receiving", (name, 1)).code
+    return reader.outcome("receiving", TransferKey(name, 1)).code
 
 
 @contextmanager
@@ -91,7 +92,7 @@ def test_a_source_that_makes_no_digests_is_not_believed() -> None:
         reader.load(source.hand_off("t", SOURCE, NUM_TOKENS), TARGET)
         assert asked.wait(WAIT_S)
         clock.advance(worker.timeout_s)
-        assert reader.outcome("receiving", ("t", 1)).code == TransferTimeout.code
+        assert reader.outcome("receiving", TransferKey("t", 1)).code == TransferTimeout.code
 
 
 @pytest.mark.parametrize("modes", [("off", "on"), ("on", "off"), ("off", "off")], ids="-".join)
@@ -122,9 +123,11 @@ def test_a_damaged_push_fails_at_both_ends(tp: tuple[int, int], how: How, caplog
         damage = Damage(sender.workers[-1], how)
         push(sender, receiver)
         # Another rank's piece may come when the transfer has already failed, or be on its way when it does.
-        assert sender.outcome("sending", ("t", 1)).code in (KVCorrupted.code, KVNotFound.code, PeerGone.code)
-        receiver.cancel(("t", 1), "receive")  # as the router has it: to some of its ranks nothing may have been offered
-        assert receiver.outcome("receiving", ("t", 1)).code == KVCorrupted.code
+        assert sender.outcome("sending", TransferKey("t", 1)).code in (KVCorrupted.code, KVNotFound.code, PeerGone.code)
+        receiver.cancel(
+            TransferKey("t", 1), "receive"
+        )  # as the router has it: to some of its ranks nothing may have been offered
+        assert receiver.outcome("receiving", TransferKey("t", 1)).code == KVCorrupted.code
         assert damage.num_done == 1
         assert "from engine p to engine d is damaged: transfer t, attempt 1" in caplog.text
 
@@ -150,10 +153,12 @@ def test_a_rank_to_which_nothing_was_offered_ends_when_the_load_is_given_up(monk
         monkeypatch.setattr(worker, "interrupt", interrupt_and_tell)
         Damage(worker, "flip")
         push(sender, receiver)
-        assert sender.outcome("sending", ("t", 1)).code == KVCorrupted.code  # the router hears that, and says it
+        assert (
+            sender.outcome("sending", TransferKey("t", 1)).code == KVCorrupted.code
+        )  # the router hears that, and says it
         assert [rank.num_open_jobs for rank in receiver.workers] == [0, 1]
-        receiver.cancel(("t", 1), "receive")
-        assert receiver.outcome("receiving", ("t", 1)).code == KVCorrupted.code
+        receiver.cancel(TransferKey("t", 1), "receive")
+        assert receiver.outcome("receiving", TransferKey("t", 1)).code == KVCorrupted.code
         assert [rank.get_stats()[""].corrupted_transfers for rank in receiver.workers] == [1, 0]
 
 
@@ -187,5 +192,5 @@ def test_where_the_source_has_digests_of_more_tokens_a_pull_makes_those() -> Non
             if how == "damaged":  # a token that is not wanted, of a hash block that is
                 source.pools[0][SOURCE[-1], 0, 0, 0, NUM_TOKENS % 16 - 1] += 1
             assert reader.load(shorter, TARGET) == NUM_TOKENS - 3
-            assert reader.outcome("receiving", (how, 1)).code == ("" if how == "whole" else KVCorrupted.code)
+            assert reader.outcome("receiving", TransferKey(how, 1)).code == ("" if how == "whole" else KVCorrupted.code)
             reader.check(TARGET, kv[: NUM_TOKENS - 3])

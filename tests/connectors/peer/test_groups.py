@@ -18,7 +18,8 @@ from pdkv.connectors.transfer.planning import as_ids, first_seen_block
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import InProcessEngine, SideBySide, of_type, output_of, submit
 from pdkv.testing.standin import expected_tokens
-from pdkv.wire.messages import KVGroup, KVLayout, Loaded
+from pdkv.wire.kv import KVGroup, KVLayout
+from pdkv.wire.messages import Loaded
 
 SIZE = 4
 LAYOUT = KVLayout(1, 1, 1, SIZE, "int64", 8, groups=FULL_AND_WINDOW)

@@ -7,6 +7,7 @@ import torch
 from nixl_rig import needs_nixl
 from push_rig import PushEngine, make_layout, view
 
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.connector import NixlPushConnector
 from pdkv.connectors.p2p.connector import P2PConnector
 
@@ -38,9 +39,9 @@ def test_a_scattered_prompt_is_pushed(connector: Any, options: dict[str, str]) -
         ticket = decode.want(view("t", kv="await_peer", num_tokens=NUM_TOKENS), target)
         assert ticket is not None
         prefill.give(view("t", kv="handoff", num_tokens=NUM_TOKENS, ticket=ticket), source, NUM_TOKENS)
-        assert decode.outcome("receiving", ("t", 1)).code == ""
+        assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
         assert torch.equal(decode.pools[0][target], content)
-        assert prefill.outcome("sending", ("t", 1)).code == ""
+        assert prefill.outcome("sending", TransferKey("t", 1)).code == ""
     finally:
         for engine in made:
             engine.close()

@@ -4,13 +4,14 @@ import msgspec
 import pytest
 from scripted_engine import make_card
 
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.peer.pull_scheduler import BlockLoad
 from pdkv.connectors.peer.pull_worker import PullPiece
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import HeadPart, as_ids
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVNotFound
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 OWN = KVLayout(num_layers=3, num_kv_heads=4, head_size=8, block_size=16, dtype="float32", dtype_bytes=4)
 PEER = msgspec.structs.replace(OWN, num_kv_heads=2, total_kv_heads=4, block_size=32)
@@ -18,7 +19,7 @@ PEER = msgspec.structs.replace(OWN, num_kv_heads=2, total_kv_heads=4, block_size
 
 def make_piece(start: int, stop: int, source: list[int], block_ids: list[int], unit: int = 32) -> PullPiece:
     load = BlockLoad(
-        ("t", 0), "p", "e0", start, stop, unit, as_ids(source).tobytes(), bytes(8 * len(source)), block_ids
+        TransferKey("t", 0), "p", "e0", start, stop, unit, as_ids(source).tobytes(), bytes(8 * len(source)), block_ids
     )
     return PullPiece(load, make_card("p", "prefill", layout=PEER, tp=2), HeadPart(1, 2, 0, 2), ON_HOST)
 

@@ -9,7 +9,14 @@ import torch
 from push_rig import PushEngine, full_kv, make_layout, view
 from traffic import wait_until_true
 
-from pdkv.connectors.base import ConfirmedRange, ConnectorConfig, RequestView, ScheduledRange, SchedulerView
+from pdkv.connectors.base import (
+    ConfirmedRange,
+    ConnectorConfig,
+    RequestView,
+    ScheduledRange,
+    SchedulerView,
+    TransferKey,
+)
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler, PushTicket
@@ -96,26 +103,26 @@ def test_the_reader_has_everything_before_the_hand_off(make_engine: Engines, sha
     request = view("t", kv="handoff", num_tokens=NUM_TOKENS, ticket=ticket)
     step = Step(prefill, request, 0, NUM_TOKENS)
     step.end()
-    assert decode.outcome("receiving", ("t", 1)).code == ""
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
     decode.check(TARGET, step.kv)
-    assert prefill.outcome("sending", ("t/1", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == ""
     assert not prefill.unread  # the transfer's end is told when there is a hand-off that it can be told of
     hand_off(prefill, request)
-    assert prefill.outcome("sending", ("t", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == ""
 
 
 def test_blocks_are_held_until_the_last_group_is_out(make_engine: Engines) -> None:
     prefill, decode = pair(make_engine)
     ticket = decode.want(view("t", kv="await_peer", num_tokens=NUM_TOKENS), TARGET)
     step = Step(prefill, view("t", kv="handoff", num_tokens=NUM_TOKENS, ticket=ticket), 0, NUM_TOKENS)
-    assert [(hold.key, list(hold.block_ids)) for hold in step.meta.holds] == [(("t/1", 1), SOURCE)]
+    assert [(hold.key, list(hold.block_ids)) for hold in step.meta.holds] == [(TransferKey("t", 1, part=1), SOURCE)]
     step.compute(LAYERS - 1)
     wait_until_true(lambda: prefill.workers[0].num_open_jobs == 1, "what is computed is out")
     assert not prefill.unread
     assert not decode.unread
     step.end()
-    assert prefill.outcome("sending", ("t/1", 1)).code == ""
-    assert decode.outcome("receiving", ("t", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == ""
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
 
 
 def test_chunks_go_each_in_its_own_step(make_engine: Engines) -> None:
@@ -126,13 +133,13 @@ def test_chunks_go_each_in_its_own_step(make_engine: Engines) -> None:
     step = Step(prefill, request, 20, NUM_TOKENS)
     step.start = 0  # the rig writes all of it
     assert [(send.start, send.stop, send.during_step) for send in step.meta.sends] == [(16, NUM_TOKENS, True)]
-    assert prefill.outcome("sending", ("t/1", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == ""
     prefill.fill(SOURCE, step.kv)
     step.end()
-    assert decode.outcome("receiving", ("t", 1)).code == ""
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
     decode.check(TARGET, step.kv, 16)
     hand_off(prefill, request)
-    assert prefill.outcome("sending", ("t", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == ""
 
 
 @pytest.mark.parametrize("by", ["cancel", "abort", "peer"])
@@ -144,17 +151,19 @@ def test_what_ends_in_the_middle_of_a_step_lets_go_at_once(make_engine: Engines,
     step.compute(2)
     wait_until_true(lambda: prefill.workers[0].num_open_jobs == 2, "what is computed is out")
     if by == "cancel":
-        prefill.cancel(("t", 1), "send")
+        prefill.cancel(TransferKey("t", 1), "send")
     elif by == "abort":
-        prefill.step(aborted=[("t", 1)])
+        prefill.step(aborted=[TransferKey("t", 1)])
     else:
         prefill.meet()
-    assert prefill.outcome("sending", ("t/1", 1)).code == ("peer_gone" if by == "peer" else "transfer_cancelled")
-    assert prefill.outcome("sending", ("t", 1)).code
+    assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == (
+        "peer_gone" if by == "peer" else "transfer_cancelled"
+    )
+    assert prefill.outcome("sending", TransferKey("t", 1)).code
     assert prefill.workers[0].num_open_jobs == 0
     step.end()
-    decode.cancel(("t", 1), "receive")
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
+    decode.cancel(TransferKey("t", 1), "receive")
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_cancelled"
     assert all((pool[TARGET][:, 2:] == -1).all() for pool in decode.pools)
 
 
@@ -164,12 +173,12 @@ def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make_engine: Engin
     step = Step(prefill, view("t", kv="handoff", num_tokens=NUM_TOKENS, ticket=ticket), 0, NUM_TOKENS)
     step.compute(1)
     wait_until_true(lambda: prefill.workers[0].num_open_jobs == 3, "what is computed is out")
-    decode.cancel(("t", 1), "receive")
-    assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
+    decode.cancel(TransferKey("t", 1), "receive")
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "transfer_cancelled"
     before = decode.pools[0].clone()
     step.end()
-    assert prefill.outcome("sending", ("t/1", 1)).code == "kv_not_found"
-    assert prefill.outcome("sending", ("t", 1)).code == "kv_not_found"
+    assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == "kv_not_found"
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == "kv_not_found"
     assert torch.equal(decode.pools[0], before)
 
 
@@ -216,7 +225,7 @@ def test_a_late_ticket_gets_what_is_confirmed_and_what_this_step_computes() -> N
 def test_a_ticket_behind_the_end_gets_everything_at_once_and_the_transfer_is_complete() -> None:
     meta = Sender().step(confirmed=[(0, NUM_TOKENS)], last=True)
     assert sends(meta) == [(0, NUM_TOKENS, False)]
-    assert meta.completed == [("t", 1)]
+    assert meta.completed == [TransferKey("t", 1)]
     assert not meta.needs_layer_hooks
 
 
@@ -224,7 +233,7 @@ def test_a_transfer_is_complete_once_and_only_with_the_hand_off() -> None:
     sender = Sender()
     assert sender.step((0, NUM_TOKENS)).completed == []
     meta = sender.step(confirmed=[(0, NUM_TOKENS)], last=True)
-    assert (sends(meta), meta.completed) == ([], [("t", 1)])
+    assert (sends(meta), meta.completed) == ([], [TransferKey("t", 1)])
     assert sender.step(confirmed=[(0, NUM_TOKENS)], last=True).completed == []
 
 
@@ -243,7 +252,7 @@ def test_a_local_hit_is_valid() -> None:
 def test_what_a_preempted_request_computed_is_not_valid_any_more() -> None:
     sender = Sender()
     assert sends(sender.step((0, 8))) == []  # no full block
-    assert sends(sender.step(preempted=[("t", 1)])) == []
+    assert sends(sender.step(preempted=[TransferKey("t", 1)])) == []
     assert sends(sender.step((8, NUM_TOKENS))) == []  # cannot be, and would be wrong
     assert sends(sender.step((0, NUM_TOKENS))) == [(0, NUM_TOKENS, True)]
 

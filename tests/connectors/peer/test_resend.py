@@ -8,11 +8,11 @@ import pytest
 from nixl_rig import needs_nixl
 from push_rig import PushEngine, full_kv, view
 
-from pdkv.connectors.base import RequestView
+from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.connectors.nixl.connector import NixlPushConnector
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import KVHandoff
+from pdkv.wire.kv import KVHandoff
 
 SOURCE, TARGET = [9, 3, 1], [0, 1, 2]
 NUM_TOKENS = 40
@@ -58,9 +58,9 @@ def test_each_ticket_is_served_from_the_same_blocks(make_engine: MakeEngine) -> 
         decode.meet(prefill.card)
         decode.fill(TARGET, kv * 0 - 1)
         serve(prefill, decode.want(reader(attempt), TARGET))
-        assert decode.outcome("receiving", ("t", attempt)).code == ""
+        assert decode.outcome("receiving", TransferKey("t", attempt)).code == ""
         decode.check(TARGET, kv)
-        assert prefill.outcome("sending", ("t", 1)).code == ""  # by the name that the engine knows
+        assert prefill.outcome("sending", TransferKey("t", 1)).code == ""  # by the name that the engine knows
         prefill.collect()
 
 
@@ -74,13 +74,13 @@ def test_a_ticket_that_fails_does_not_spoil_the_next_one(make_engine: MakeEngine
     prefill.fill(SOURCE, kv)
     serve(prefill, first.want(reader(1), TARGET))
     serve(prefill, second.want(reader(2), TARGET))
-    assert second.outcome("receiving", ("t", 2)).code == ""
+    assert second.outcome("receiving", TransferKey("t", 2)).code == ""
     second.check(TARGET, kv)
-    assert prefill.outcome("sending", ("t", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == ""
     prefill.collect()
-    assert not any(kind == "sending" and key == ("t", 1) for kind, key in prefill.unread)
-    first.cancel(("t", 1), "receive")
-    assert first.outcome("receiving", ("t", 1)).code == TransferCancelled.code
+    assert not any(kind == "sending" and key == TransferKey("t", 1) for kind, key in prefill.unread)
+    first.cancel(TransferKey("t", 1), "receive")
+    assert first.outcome("receiving", TransferKey("t", 1)).code == TransferCancelled.code
 
 
 def test_a_release_ends_what_is_under_way_for_the_last_ticket(make_engine: MakeEngine) -> None:
@@ -89,12 +89,13 @@ def test_a_release_ends_what_is_under_way_for_the_last_ticket(make_engine: MakeE
     decode.meet(prefill.card)
     prefill.fill(SOURCE, full_kv(NUM_TOKENS, prefill.layout, seed=1))
     serve(prefill, decode.want(reader(1), TARGET))
-    assert decode.outcome("receiving", ("t", 1)).code == ""
-    assert prefill.outcome("sending", ("t", 1)).code == ""
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
+    assert prefill.outcome("sending", TransferKey("t", 1)).code == ""
     serve(prefill, decode.want(reader(2), TARGET))
-    prefill.step(aborted=[("t", 1)])
+    prefill.step(aborted=[TransferKey("t", 1)])
     prefill.collect()
     assert not prefill.scheduler._sending
-    assert prefill.outcome("sending", ("t/2", 1)).code in ("", TransferCancelled.code)  # its blocks come free
-    decode.cancel(("t", 2), "receive")
+    outcome = prefill.outcome("sending", TransferKey("t", 1, part=3))
+    assert outcome.code in ("", TransferCancelled.code)  # its blocks come free
+    decode.cancel(TransferKey("t", 2), "receive")
     decode.collect()

@@ -16,7 +16,7 @@ from pdkv.connectors.arena.memory import ArenaAddress
 from pdkv.connectors.base import NO_MATCH, RequestView
 from pdkv.connectors.step_done import make_step_done
 from pdkv.connectors.transfer.digest import PoolDigests
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 torch.set_num_threads(1)
 

@@ -23,7 +23,7 @@ from pdkv.connectors.base import NO_MATCH
 from pdkv.connectors.shared_memory import worker as shared_memory_worker
 from pdkv.errors import ConfigError
 from pdkv.kernels import pool_copy
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 torch.set_num_threads(1)
 

@@ -22,12 +22,12 @@ from traffic import wait_until_true
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import key_words
 from pdkv.connectors.arena.memory import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
-from pdkv.connectors.base import ConnectorConfig, TransferOutcome
+from pdkv.connectors.base import ConnectorConfig, TransferKey, TransferOutcome
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_size=32, block_size=16, dtype="bfloat16", dtype_bytes=2)
 NUM_BLOCKS = 64
@@ -98,7 +98,7 @@ class Reader:
     def load(self, peer: Peer, source: list[int], generations: list[int]) -> tuple[TransferOutcome, np.ndarray]:
         """Load blocks into blocks 0, 1, … and return those as 8-byte words, one row per block."""
         self.num_loads += 1
-        key = (f"t{self.num_loads}", 1)
+        key = TransferKey(f"t{self.num_loads}", 1)
         stop = len(source) * LAYOUT.block_size
         names = (as_ids(source).tobytes(), as_ids(generations).tobytes())
         load = BlockLoad(key, peer.card.engine, peer.card.epoch, 0, stop, LAYOUT.block_size, *names, range(len(source)))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from push_rig import NUM_LAYERS, PullEngine, full_kv, make_layout
 
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.wire.messages import KVGroup
+from pdkv.wire.kv import KVGroup
 
 torch.set_num_threads(1)
 
@@ -45,7 +46,7 @@ def test_every_rank_loads_its_heads_and_nothing_else_changes(
     prefill.fill(source, kv)
     before = [pool.clone() for pool in decode.pools]
     assert decode.load(prefill.hand_off("t", source, 150), target, start) == 150 - start
-    outcome = decode.outcome("receiving", ("t", 1))
+    outcome = decode.outcome("receiving", TransferKey("t", 1))
     assert outcome.code == ""
     assert outcome.num_bytes > 0
     decode.check(target, kv, start)
@@ -74,7 +75,7 @@ def test_of_a_window_every_rank_loads_its_heads_of_the_last_blocks(
     held, wanted = ([full, [-1] * first + window[first:]] for full, window in (source, target))
     handoff = prefill.hand_off("t", held, 150)
     assert decode.load(handoff, wanted, start) == 150 - start
-    assert decode.outcome("receiving", ("t", 1)).code == ""
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
     decode.check(target[0], kv[0], start)
     decode.check(target[1], kv[1], first * 16)
     loaded = {*target[0][start // 16 :], *target[1][first:]}
@@ -91,9 +92,9 @@ def test_the_first_ranks_generations_speak_for_all(make_engine: Engines, tp: tup
     handoff = prefill.hand_off("t", [9, 3, 1], 40)
     prefill.table.reuse(3)
     decode.load(handoff, [0, 1, 2])
-    assert decode.outcome("receiving", ("t", 1)).code == "stale_generation"
+    assert decode.outcome("receiving", TransferKey("t", 1)).code == "stale_generation"
     decode.load(prefill.hand_off("u", [9, 3, 1], 40), [0, 1, 2])
-    assert decode.outcome("receiving", ("u", 1)).code == ""
+    assert decode.outcome("receiving", TransferKey("u", 1)).code == ""
 
 
 @pytest.mark.parametrize("tp", [(2, 2), (1, 4), (4, 2)], ids=str)
@@ -101,8 +102,8 @@ def test_a_cancel_is_answered_by_every_rank_once(make_engine: Engines, tp: tuple
     prefill, decode = make_engine("p", tp[0]), make_engine("d", tp[1])
     decode.meet(prefill.card)
     decode.load(prefill.hand_off("t", [9, 3, 1], 40), [0, 1, 2])
-    decode.cancel(("t", 1), "receive")
-    assert decode.outcome("receiving", ("t", 1)).code in ("", "transfer_cancelled")
+    decode.cancel(TransferKey("t", 1), "receive")
+    assert decode.outcome("receiving", TransferKey("t", 1)).code in ("", "transfer_cancelled")
     assert not decode.unread
 
 

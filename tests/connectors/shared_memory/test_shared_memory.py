@@ -10,7 +10,7 @@ from twin_pools import use_twin_pools
 
 from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, FinishDecision
 from pdkv.connectors.transfer.block_runs import pack_blocks
-from pdkv.wire.messages import MAX_BLOB_BYTES
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ from store_rig import (
     view,
 )
 
-from pdkv.connectors.base import ConfirmedRange, ConnectorConfig
+from pdkv.connectors.base import ConfirmedRange, ConnectorConfig, TransferKey
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.shared_storage import SharedStorageConnector
 from pdkv.connectors.store.url import StoreUrlConnector
@@ -176,10 +176,11 @@ def test_a_later_attempt_finds_the_tail_of_the_attempt_that_handed_it_off(make: 
 def test_release_deletes_the_tail_and_leaves_the_content(make: MakeEngine) -> None:
     engine = make("p", layer_groups="2")
     _, handoff = prefill(engine, 100)
-    meta = engine.step(aborted=[("t", 1)])
-    assert [drop.key for drop in meta.drops] == [("t", 1)]
-    assert not engine.step(aborted=[("t", 1)]).drops, "once"
-    engine.wait(("t/drop-0", 1))
+    meta = engine.step(aborted=[TransferKey("t", 1)])
+    (drop,) = meta.drops
+    assert drop.key == TransferKey("t", 1)
+    assert not engine.step(aborted=[TransferKey("t", 1)]).drops, "once"
+    engine.wait(drop.batch)
     decode = make("d", layer_groups="2")
     request = view("t", kv="await_peer", num_tokens=101, handoff=handoff, kv_ready=True, salt="0")
     assert decode.load(request, scattered(100, 16), 100).code == KVNotFound.code
@@ -193,10 +194,10 @@ def test_a_tail_whose_save_is_under_way_is_deleted_after_it(store: FaultyStore, 
     request = view("t", kv="handoff", num_tokens=41)
     (hold,) = engine.confirm(request, scattered(40, 16), 40, last=True).holds
     store.wait_held("put")
-    engine.step(aborted=[("t", 1)])
+    (drop,) = engine.step(aborted=[TransferKey("t", 1)]).drops
     store.let_go("put")
     assert engine.wait(hold.key).code == TransferCancelled.code
-    engine.wait(("t/drop-0", 1))
+    engine.wait(drop.batch)
     assert store.calls[-1] == ("delete", 1)
     assert len(store.inner._shelf._values) == 0
 
@@ -216,9 +217,9 @@ def test_a_hand_off_that_its_first_token_ended_is_forgotten(store: FaultyStore, 
     engine = make("p")
     request = view("t", kv="handoff", num_tokens=129)
     engine.save(request, scattered(64, 16), 64)
-    meta = engine.step(finished=[("t", 1)])
+    meta = engine.step(finished=[TransferKey("t", 1)])
     assert [drop.tails for drop in meta.drops] == [[]]
-    assert engine.wait(("t", 1)).code == ""
+    assert engine.wait(TransferKey("t", 1)).code == ""
     assert engine.worker.num_open_jobs == 0
     assert not engine.worker._transfers
 
@@ -257,7 +258,7 @@ def test_what_was_too_much_is_saved_as_room_comes(store: FaultyStore, make: Make
     engine.fill(blocks, kv)
     engine.scheduler._max_save_bytes = bound * engine.scheduler._token_bytes  # at most one value
     meta = engine.confirm(request, blocks, 256)
-    news: dict[str, Any] = {"finished": [("a", 1)]}
+    news: dict[str, Any] = {"finished": [TransferKey("a", 1)]}
     while meta.saves:
         (save,) = meta.saves
         assert len(save.values) == 1
@@ -277,7 +278,7 @@ def test_what_was_too_much_is_lost_with_its_blocks_and_counted(store: FaultyStor
     engine.table.reuse(blocks[5])  # of the second value
     for _ in range(3):
         engine.wait(meta.saves[0].batch)
-        meta = engine.step(finished=[("a", 1)])
+        meta = engine.step(finished=[TransferKey("a", 1)])
     assert not meta.saves
     assert store.count("put") == 3
     assert engine.scheduler.get_stats()[""].late_saves == 1
@@ -300,7 +301,7 @@ def test_what_its_first_token_ended_is_stored(store: FaultyStore, make: MakeEngi
     engine, blocks = make("p"), scattered(128, 16)
     request = view("t", kv="handoff", num_tokens=129)
     confirmed = ConfirmedRange(request, 0, 128, [blocks], False)
-    meta = engine.step(confirmed=[confirmed], finished=[("t", 1)])
+    meta = engine.step(confirmed=[confirmed], finished=[TransferKey("t", 1)])
     assert not engine.wait(meta.saves[0].batch).code
     assert store.count("put") == 2
     assert not engine.worker._transfers

@@ -9,14 +9,14 @@ import torch
 from store_rig import WAIT_S, Engine, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
 from traffic import wait_until_true
 
-from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, RequestView
+from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, RequestView, TransferKey
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.errors import KVNotFound, StoreUnavailable, TransferCancelled, TransferTimeout
 from pdkv.kernels.streams import HOST
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.tiers import TieredStore
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.reports import ConnectorStats
 
 # --- lookups ------------------------------------------------------------------------------------------------------
 
@@ -424,10 +424,10 @@ def test_saves_do_not_delay_loads(store: FaultyStore, make: MakeEngine) -> None:
 def test_an_unknown_transfer_is_counted_and_ignored(make: MakeEngine) -> None:
     """F2."""
     engine = make("o")
-    engine.worker.cancel(("nobody", 7), "receive")
+    engine.worker.cancel(TransferKey("nobody", 7), "receive")
     assert engine.worker.num_unknown_keys == 1
     engine.collect()
-    assert engine.reported(("nobody", 7)) is None
+    assert engine.reported(TransferKey("nobody", 7)) is None
 
 
 def test_a_hundred_transfers_at_once_leave_nothing_behind(store: FaultyStore, make: MakeEngine) -> None:

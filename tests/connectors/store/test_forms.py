@@ -8,6 +8,7 @@ import pytest
 import torch
 from store_rig import Engine, prefill, random_kv, scattered, view
 
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.store.forms import PACE_VALID_S, Pace, choose_form
 from pdkv.errors import ConfigError, TransferTimeout
 from pdkv.kv_store.base import Buffer, KVStore
@@ -172,7 +173,7 @@ def test_a_hand_off_comes_whatever_it_takes(rig: Rig) -> None:
     coarse = rig.store.reads[-1]
     tail = [coarse, coarse.removesuffix(b"\1")]
     assert rig.store.contains(tail) == [True, True]
-    prefiller.step(finished=[("t", 1)])
+    prefiller.step(finished=[TransferKey("t", 1)])
     while any(rig.store.contains(tail)):
         assert prefiller.woken.acquire(timeout=10)
         prefiller.collect()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import Expected, oracle
 from store_rig import AMPLE, FaultyStore, MakeEngine, chain, engines, make_layout, view
 
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.plan import StoreCut
 from pdkv.connectors.transfer.planning import first_seen_block
@@ -23,7 +23,8 @@ from pdkv.errors import ConfigError
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.registry import open_store
 from pdkv.testing.engine import SideBySide, at_rest, of_type, output_of, submit
-from pdkv.wire.messages import EngineToRouter, Finished, KVGroup, Loaded, Submit
+from pdkv.wire.kv import KVGroup
+from pdkv.wire.messages import EngineToRouter, Finished, Loaded, Submit
 
 FULL, WINDOW, SMALL = KVGroup((0,)), KVGroup((1,), 40), KVGroup((2,), 17)
 SHAPES = [
@@ -50,7 +51,7 @@ def test_without_groups_keys_are_those_of_earlier_stores() -> None:
     (value, *_) = cut.whole_values(chain(8), 0, 128)
     suffix = "40000000010001000000000001000000000000000000"
     assert (value.key + cut.suffixes[0]).hex() == "c3585b60b755fb13e6e65a16d20f1230" + suffix
-    (tail,) = cut.tails(("t", 1), 70)
+    (tail,) = cut.tails(TransferKey("t", 1), 70)
     assert (tail.key + cut.suffixes[0]).hex() == "a097986772bc4f6b80cba0227278a4ed" + suffix
 
 
@@ -84,7 +85,7 @@ def test_what_is_saved_is_there_and_is_what_hits_need(
     for end in ends:
         assert {(v.group, v.start) for v in cut.values_to_load(keys, 0, end)} <= saved
     if is_handoff:
-        tails = cut.tails(("t", 1), total)
+        tails = cut.tails(TransferKey("t", 1), total)
         wanted = cut.values_to_load(keys, 0, total, tails)
         assert {(v.group, v.start) for v in wanted if cut.is_whole(v)} <= saved
         assert [v for v in wanted if not cut.is_whole(v)] == sorted(tails, key=lambda v: (v.start, v.group))

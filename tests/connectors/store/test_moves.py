@@ -24,7 +24,7 @@ from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.terms import Terms
 from pdkv.kv_store.tiers import TieredStore
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import KVGroup
+from pdkv.wire.kv import KVGroup
 
 HOST_BYTES = 2 << 20
 ONE_VALUE = {"staging_bytes": "1"}

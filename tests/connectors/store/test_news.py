@@ -15,7 +15,8 @@ from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.wire.messages import KVGroup, TierEvents, TierPart
+from pdkv.wire.kv import KVGroup
+from pdkv.wire.tiers import TierEvents, TierPart
 
 
 def told(engine: Engine) -> tuple[list[bytes], list[bytes]]:

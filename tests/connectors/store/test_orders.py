@@ -13,7 +13,8 @@ from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.wire.messages import CacheAnswer, CacheOrder, KVGroup
+from pdkv.wire.kv import KVGroup
+from pdkv.wire.tiers import CacheAnswer, CacheOrder
 
 
 @pytest.fixture(name="tiers")

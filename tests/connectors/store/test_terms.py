@@ -10,7 +10,7 @@ from store_rig import KINDS_HERE, Engine, order, random_kv, scattered, store_her
 from store_servers import PATIENT, SERVERS, SharedServer
 from traffic import wait_until_true
 
-from pdkv.connectors.base import RequestView
+from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.worker import TAIL_TTL_S
 from pdkv.errors import KVNotFound, StoreFull
@@ -24,7 +24,8 @@ from pdkv.kv_store.registry import open_store
 from pdkv.kv_store.terms import Terms
 from pdkv.kv_store.tiers import TieredStore
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import CacheOrder, KVTerms
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.tiers import CacheOrder
 
 NUM_TOKENS = 256
 NUM_VALUES = 4
@@ -301,7 +302,7 @@ def test_what_an_operator_prefetches_is_brought_near_on_the_terms_of_the_order(
         CacheOrder(order_id="o", action="prefetch", keys=list(asking("x").block_keys), kv_terms=terms)
     )
     engine.step()
-    key = ("o/order", 0)
+    key = TransferKey("o", 0)
     while key not in (results := engine.worker.get_finished()).finished_sending:
         assert engine.woken.acquire(timeout=20)
     assert results.finished_sending[key].code == ""

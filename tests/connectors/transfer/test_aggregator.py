@@ -1,10 +1,10 @@
 """Results of several ranks as one."""
 
-from pdkv.connectors.base import NO_TRANSFERS, TransferOutcome, TransferResults
+from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.errors import KVCorrupted
 
-KEY, OTHER = ("t", 0), ("u", 1)
+KEY, OTHER = TransferKey("t", 0), TransferKey("u", 1)
 
 
 def sent(key: tuple[str, int] = KEY, num_bytes: int = 0, seconds: float = 0.0) -> TransferResults:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.connectors.base import ConnectorConfig, FinishDecision, RequestView
+from pdkv.connectors.base import ConnectorConfig, FinishDecision, RequestView, TransferKey
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.pull_scheduler import PullScheduler
@@ -18,7 +18,8 @@ from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, MAX_BLOCKS, pack_b
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import TransferError
 from pdkv.kernels import block_runs
-from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff, KVLayout
+from pdkv.wire.kv import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.types import MAX_BLOB_BYTES
 
 LAYOUT = KVLayout(1, 1, 1, 16, "int64", 8)
 
@@ -197,6 +198,6 @@ def test_a_short_payload_that_names_a_million_blocks_is_not_unpacked() -> None:
     reader = Reader(config, LocalBlockTable(64), PeerCards(config))
     waiting = RequestView("r", 1, "t", "await_peer", 41, 40, (), KVHandoff("r", 1, "t", "p", "1", 40, payload))
     assert reader.get_num_new_matched_tokens(waiting, 0).num_tokens == 0
-    assert reader._named["t", 1][1] is None
+    assert reader._named[TransferKey("t", 1)][1] is None
     with pytest.raises(TransferError):
         PushTicket("d", "1", "t", 1, 0, 40, payload).block_ids(16)

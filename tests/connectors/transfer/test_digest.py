@@ -6,11 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.transfer.digest import PoolDigests, Tokens, bind, cut_tokens
 from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.connectors.transfer.pool_copy import unit_pieces
 from pdkv.connectors.transfer.units import UnitPart
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 LAYERS, HEADS, HEAD_SIZE = 3, 4, 6
 NUM_TOKENS = 117
@@ -125,14 +126,14 @@ def test_a_tail_is_digested_as_far_as_it_goes() -> None:
 
 def test_a_block_of_another_transfer_or_place_does_not_match() -> None:
     digests = whole_digest(make_kv(), 0, 48)
-    sent = bind(digests, ("one", 0), 0, 16)
+    sent = bind(digests, TransferKey("one", 0), 0, 16)
     assert len(sent) == 3 * 8
     for key, start in ((("two", 0), 0), (("one", 1), 0), (("one", 0), 16)):
         other = bind(digests, key, start, 16)
         assert all(sent[i : i + 8] != other[i : i + 8] for i in range(0, 24, 8)), (key, start)
-    assert bind(digests[1:], ("one", 0), 16, 16) == sent[8:]
+    assert bind(digests[1:], TransferKey("one", 0), 16, 16) == sent[8:]
     same = np.repeat(digests[:1], 2, axis=0)
-    assert len({bind(same, ("one", 0), 0, 16)[i : i + 8] for i in (0, 8)}) == 2
+    assert len({bind(same, TransferKey("one", 0), 0, 16)[i : i + 8] for i in (0, 8)}) == 2
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -17,7 +17,7 @@ from pdkv.connectors.transfer.planning import (
     sender_parts,
 )
 from pdkv.errors import IncompatiblePeers
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
 
 # role, rank, kv_rank, kv_group_rank, kv_world_size, global rank, port offset: prefill TP 2, decode TP 4, one of each
 XPYD_TABLE = [

@@ -12,7 +12,7 @@ from pdkv.connectors.transfer.pool_copy import block_pieces, copy_pieces, unit_p
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import TransferError
 from pdkv.kernels import host
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 
 @cache

@@ -14,7 +14,7 @@ from pdkv.errors import ConfigError, PeerGone, TransferError
 from pdkv.testing import VirtualClock
 
 WAIT_S = 60.0
-KEY: TransferKey = ("t", 1)
+KEY: TransferKey = TransferKey("t", 1)
 
 
 class Gate:
@@ -91,33 +91,33 @@ def test_a_transfer_ends_when_all_its_jobs_have(make_worker: Callable[..., GateW
 
 def test_batches_are_reported_by_name_and_the_transfer_with_the_last(make_worker: Callable[..., GateWorker]) -> None:
     worker = make_worker()
-    worker.submit(KEY, "send", [Task(Gate(1))], batch=("t/1", 1), last=False)
+    worker.submit(KEY, "send", [Task(Gate(1))], batch=TransferKey("t", 1, part=1), last=False)
     results = worker.next_results()
     assert list(results) == ["finished_sending"]
-    assert results["finished_sending"][("t/1", 1)][:2] == ("", 1)
-    worker.submit(KEY, "send", [], batch=("t/2", 1), last=False)  # nothing to do on this rank
-    assert set(worker.next_results()["finished_sending"]) == {("t/2", 1)}
-    worker.submit(KEY, "send", [Task(Gate(2))], batch=("t/3", 1))
+    assert results["finished_sending"][TransferKey("t", 1, part=1)][:2] == ("", 1)
+    worker.submit(KEY, "send", [], batch=TransferKey("t", 1, part=2), last=False)  # nothing to do on this rank
+    assert set(worker.next_results()["finished_sending"]) == {TransferKey("t", 1, part=2)}
+    worker.submit(KEY, "send", [Task(Gate(2))], batch=TransferKey("t", 1, part=3))
     found: set[TransferKey] = set()
     while KEY not in found:
         found |= set(worker.next_results()["finished_sending"])
-    assert found == {("t/3", 1), KEY}
+    assert found == {TransferKey("t", 1, part=3), KEY}
 
 
 def test_after_a_failure_what_waits_ends_at_once_and_later_batches_fail(make_worker: Callable[..., GateWorker]) -> None:
     worker = make_worker()
     never = Gate()
     failing = Gate(error=PeerGone("gone"), is_open=False)
-    worker.submit(KEY, "send", [Task(failing), Task(never)], batch=("t/1", 1), last=False)
+    worker.submit(KEY, "send", [Task(failing), Task(never)], batch=TransferKey("t", 1, part=1), last=False)
     failing.opened.set()
     results: dict[TransferKey, TransferOutcome] = {}
     while KEY not in results:
         results |= worker.next_results()["failed_sending"]
     assert {outcome.code for outcome in results.values()} == {"peer_gone"}
-    assert set(results) == {KEY, ("t/1", 1)}
+    assert set(results) == {KEY, TransferKey("t", 1, part=1)}
     assert not never.reached.is_set()
-    worker.submit(KEY, "send", [Task(never)], batch=("t/2", 1))
-    assert list(worker.next_results()["failed_sending"]) == [("t/2", 1)]
+    worker.submit(KEY, "send", [Task(never)], batch=TransferKey("t", 1, part=2))
+    assert list(worker.next_results()["failed_sending"]) == [TransferKey("t", 1, part=2)]
     assert not never.reached.is_set()
     assert worker.num_open_jobs == 0
 
@@ -128,10 +128,10 @@ def test_a_cancel_answers_queued_jobs_at_once_and_running_ones_when_they_stop(
     worker = make_worker()
     running, queued = Gate(is_open=False), Gate()
     worker.submit(KEY, "receive", [Task(running)])
-    worker.submit(("u", 1), "receive", [Task(queued)])
+    worker.submit(TransferKey("u", 1), "receive", [Task(queued)])
     assert running.reached.wait(WAIT_S)
-    worker.cancel(("u", 1), "receive")
-    assert worker.next_results()["failed_receiving"][("u", 1)].code == "transfer_cancelled"
+    worker.cancel(TransferKey("u", 1), "receive")
+    assert worker.next_results()["failed_receiving"][TransferKey("u", 1)].code == "transfer_cancelled"
     worker.cancel(KEY, "receive")
     assert not worker.get_finished()
     assert worker.interrupted == [running]
@@ -178,15 +178,15 @@ def test_a_new_batch_of_a_complete_transfer_fails_and_a_repeated_one_is_counted(
     """The engine holds a batch's blocks until its name is reported; the one that is under way keeps its own."""
     worker = make_worker()
     held = Gate(is_open=False)
-    worker.submit(KEY, "send", [Task(held)], batch=("t/1", 1))
+    worker.submit(KEY, "send", [Task(held)], batch=TransferKey("t", 1, part=1))
     for _ in range(2):
-        assert worker.submit(KEY, "send", [Task(Gate())], batch=("t/2", 1)) == []
-        assert worker.submit(KEY, "send", [Task(Gate())], batch=("t/1", 1)) == []
+        assert worker.submit(KEY, "send", [Task(Gate())], batch=TransferKey("t", 1, part=2)) == []
+        assert worker.submit(KEY, "send", [Task(Gate())], batch=TransferKey("t", 1, part=1)) == []
     assert worker.next_results().keys() == {"failed_sending"}
     assert not worker.get_finished()
     assert worker.num_unknown_keys == 4
     held.opened.set()
-    assert set(worker.next_results()["finished_sending"]) == {("t/1", 1), KEY}
+    assert set(worker.next_results()["finished_sending"]) == {TransferKey("t", 1, part=1), KEY}
 
 
 class ScratchWorker(GateWorker):
@@ -228,7 +228,7 @@ def test_a_thread_that_cannot_start_is_tried_again(
         worker.submit(KEY, "receive", [Task(Gate(), lane="a")])
     assert not worker.get_finished()
     assert not worker.lanes.threads
-    worker.submit(("u", 1), "receive", [Task(Gate(), lane="b")])
+    worker.submit(TransferKey("u", 1), "receive", [Task(Gate(), lane="b")])
     found: set[TransferKey] = set()
     while len(found) < 2:
         found |= set(worker.next_results()["finished_receiving"])
@@ -295,14 +295,14 @@ def test_deadlines_end_queued_and_posted_jobs_and_stop_running_ones(make_worker:
     running = Gate(is_open=False)
     (job,) = worker.submit(KEY, "receive", [Task(running, timeout_s=8.0)])
     assert running.reached.wait(WAIT_S)
-    worker.submit(("queued", 1), "receive", [Task(Gate())])
-    worker.submit(("posted", 1), "receive", [Task(None, posted=True)])
+    worker.submit(TransferKey("queued", 1), "receive", [Task(Gate())])
+    worker.submit(TransferKey("posted", 1), "receive", [Task(None, posted=True)])
     clock.advance(4.9)
     assert not worker.get_finished()
     clock.advance(0.1)
     found = worker.next_results()["failed_receiving"]
     assert {key: outcome.code for key, outcome in found.items()} == dict.fromkeys(
-        [("queued", 1), ("posted", 1)], "transfer_timeout"
+        [TransferKey("queued", 1), TransferKey("posted", 1)], "transfer_timeout"
     )
     assert not job.stop_code
     clock.advance(3.0)
@@ -332,9 +332,9 @@ def test_an_unexpected_error_fails_the_job_and_not_the_thread(
 def test_a_stuck_lane_does_not_hold_up_another(make_worker: Callable[..., GateWorker]) -> None:
     worker = make_worker()
     stuck = Gate(is_open=False)
-    worker.submit(("stuck", 1), "send", [Task(stuck, lane="a")])
-    worker.submit(("free", 1), "send", [Task(Gate(), lane="b")])
-    assert list(worker.next_results()["finished_sending"]) == [("free", 1)]
+    worker.submit(TransferKey("stuck", 1), "send", [Task(stuck, lane="a")])
+    worker.submit(TransferKey("free", 1), "send", [Task(Gate(), lane="b")])
+    assert list(worker.next_results()["finished_sending"]) == [TransferKey("free", 1)]
     stuck.opened.set()
     worker.next_results()
 
@@ -342,7 +342,7 @@ def test_a_stuck_lane_does_not_hold_up_another(make_worker: Callable[..., GateWo
 def test_lanes_are_bounded_and_idle_ones_make_room(make_worker: Callable[..., GateWorker]) -> None:
     worker = make_worker(max_lanes=2)
     for i in range(20):
-        worker.submit((f"t{i}", 1), "send", [Task(Gate(), lane=i % 5)])
+        worker.submit(TransferKey(f"t{i}", 1), "send", [Task(Gate(), lane=i % 5)])
     found: set[TransferKey] = set()
     while len(found) < 20:
         found |= set(worker.next_results()["finished_sending"])
@@ -367,8 +367,8 @@ def test_shutdown_ends_everything(make_worker: Callable[..., GateWorker]) -> Non
     worker = make_worker(num_shared=1, max_lanes=1)
     gates = [Gate(is_open=False) for _ in range(3)]
     for i, lane in enumerate((SHARED_LANE, "a", "b")):
-        worker.submit((f"t{i}", 1), "send", [Task(gates[i], lane=lane)])
-    worker.submit(("posted", 1), "receive", [Task(None, posted=True)])
+        worker.submit(TransferKey(f"t{i}", 1), "send", [Task(gates[i], lane=lane)])
+    worker.submit(TransferKey("posted", 1), "receive", [Task(None, posted=True)])
     assert gates[0].reached.wait(WAIT_S)
     assert gates[1].reached.wait(WAIT_S)
     stopping = threading.Thread(target=worker.shutdown)

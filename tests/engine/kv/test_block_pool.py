@@ -12,7 +12,8 @@ from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.engine.kv.block_pool import MAX_KEYS_PER_EVENT, BlockPool, Holder
 from pdkv.engine.kv.free_queue import FreeQueue
 from pdkv.kernels.block_pool import available
-from pdkv.wire.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared
+from pdkv.wire.reports import BlockCounts
 
 
 def make_pool(num_blocks: int = 4) -> BlockPool:

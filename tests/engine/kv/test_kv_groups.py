@@ -17,7 +17,8 @@ from pdkv.engine.request import Request
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import at_rest, make_core, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
-from pdkv.wire.messages import BlockRemoved, BlockStored, KVGroup, KVLayout
+from pdkv.wire.kv import KVGroup, KVLayout
+from pdkv.wire.messages import BlockRemoved, BlockStored
 
 SIZE = 4
 FULL_AND_WINDOW = (KVGroup((0,)), KVGroup((1,), 6))

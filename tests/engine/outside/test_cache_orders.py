@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from pdkv.base.block_keys import extend_keys
-from pdkv.connectors.base import NO_TRANSFERS, SchedulerConnector, TransferOutcome, TransferResults
+from pdkv.connectors.base import NO_TRANSFERS, SchedulerConnector, TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import root_of
 from pdkv.engine.outside.cache_orders import SLACK_S
 from pdkv.testing.engine import make_core, of_type, run, submit
-from pdkv.wire.messages import BlockRemoved, CacheAction, CacheAnswer, CacheOrder, KVEvents, KVGroup, TierAnswer
+from pdkv.wire.kv import KVGroup
+from pdkv.wire.messages import BlockRemoved, KVEvents
+from pdkv.wire.tiers import CacheAction, CacheAnswer, CacheOrder, TierAnswer
 
 PROMPT = list(range(100, 118))  # four blocks of 4 tokens, and two tokens
 
@@ -128,6 +130,6 @@ def test_nobody_is_told_when_the_router_has_left(core: EngineCore) -> None:
 def test_what_an_order_has_found_damaged_is_counted(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connector says that there is nothing else for the engine to act on."""
     monkeypatch.setattr(core.external.connector, "resolve_results", lambda results: NO_TRANSFERS)
-    ended = {("o/order", 0): TransferOutcome(num_damaged=2)}
+    ended = {TransferKey("o", 0): TransferOutcome(num_damaged=2)}
     core.external.settle(TransferResults(ended, {}, {}, {}))
     assert core.external.num_damaged == 2

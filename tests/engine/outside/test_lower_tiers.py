@@ -10,7 +10,8 @@ from pdkv.engine.outside import lower_tiers
 from pdkv.engine.outside.lower_tiers import LowerTiers
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.testing.engine import make_core, run, submit
-from pdkv.wire.messages import EngineToRouter, Resync, TierEvents
+from pdkv.wire.messages import EngineToRouter, Resync
+from pdkv.wire.tiers import TierEvents
 
 KEYS = [bytes([i]) * 16 for i in range(10)]
 

@@ -12,7 +12,9 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
-from pdkv.wire.messages import Failed, Finished, HandedOff, KVHandoff, KVReady, Loaded, SourceCounts
+from pdkv.wire.kv import KVHandoff
+from pdkv.wire.messages import Failed, Finished, HandedOff, KVReady, Loaded
+from pdkv.wire.reports import SourceCounts
 
 PROMPT = list(range(100, 133))  # 8 blocks of 4, and a token
 FABRIC = "partial-loads"

@@ -21,7 +21,7 @@ from pdkv.engine.worker.pending import MAX_PENDING, PendingStep
 from pdkv.kernels import streams
 from pdkv.kernels.kv_copy_triton import write_kv_triton
 from pdkv.kernels.paged_attention_triton import paged_attention_triton
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 from tests.engine.worker.step_driver import StepDriver
 
 torch.set_num_threads(1)

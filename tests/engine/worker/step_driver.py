@@ -13,7 +13,8 @@ from pdkv.engine.worker.runner import ModelRunner
 from pdkv.models.config import load_model_config
 from pdkv.models.loader import load_decoder
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import RequestKey, TokenLogprob
+from pdkv.wire.messages import TokenLogprob
+from pdkv.wire.types import RequestKey
 
 MAX_LEN = 1024
 

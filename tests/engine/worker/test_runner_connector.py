@@ -24,7 +24,8 @@ from pdkv.engine.worker.kv_cache import num_blocks_that_fit
 from pdkv.errors import ConfigError
 from pdkv.models.config import load_model_config
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import ConnectorStats, EngineCard
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.reports import ConnectorStats
 from tests.engine.worker.step_driver import StepDriver
 from tests.engine.worker.transformers_oracle import draw_prompts, logprobs
 
@@ -55,7 +56,7 @@ class Recorder(WorkerConnector):
 
     def get_finished(self) -> TransferResults:
         self.calls.append("finished")
-        return TransferResults({("t", 1): TransferOutcome(num_bytes=5)}, {}, {}, {})
+        return TransferResults({TransferKey("t", 1): TransferOutcome(num_bytes=5)}, {}, {}, {})
 
     def cancel(self, key: TransferKey, direction: Direction) -> None:
         self.calls.append(f"cancel {key[0]}, {direction}")
@@ -74,7 +75,7 @@ def test_layer_hooks_surround_the_attention_of_each_layer(tiny_model_dir: Path) 
     output = driver.step({key: 3}, KVConnectorMetadata(step_id=9, needs_layer_hooks=True))
     layers = [call for layer in range(3) for call in (f"wait {layer}", f"save {layer} True")]
     assert worker.calls == ["start 9", *layers, "saved", "finished"]
-    assert output.transfers.finished_sending[("t", 1)].num_bytes == 5
+    assert output.transfers.finished_sending[TransferKey("t", 1)].num_bytes == 5
 
 
 def test_without_hooks_and_in_empty_steps_only_the_step_calls_are_made(tiny_model_dir: Path) -> None:
@@ -173,7 +174,7 @@ def test_the_executor_sizes_attaches_and_runs(tiny_model_dir: Path, caplog: pyte
     executor.attach(None, worker)
     assert worker.pool is not None
     assert worker.pool.shape == (85, 3, 2, 2, 16, 16)
-    key = ("a", 0)
+    key = TransferKey("a", 0)
     request = NewRequest(key, 0, [3, 4], [], SamplingParams(temperature=0.0), [[7]])
     plan = StepPlan(0, [request], [ScheduledRequest(key, 0, 2, [], True)], [], cancels=[Cancel(("gone", 2), "receive")])
     output = executor.execute(plan)

@@ -11,10 +11,10 @@ from pdkv.engine.worker.executor import Ended, Executor
 from pdkv.engine.worker.pending import PendingStep
 from pdkv.engine.worker.step_queue import StepQueue
 from pdkv.errors import RankTimeout
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 
 WAIT_S = 30.0
-SENT, LOADED = ("sent", 0), ("loaded", 0)
+SENT, LOADED = TransferKey("sent", 0), TransferKey("loaded", 0)
 
 
 class _Step(PendingStep):

@@ -22,7 +22,7 @@ from pdkv.grammar.options import GrammarOptions
 from pdkv.models.config import load_model_config
 from pdkv.sampling.shape import Grammar
 from pdkv.testing import VirtualClock
-from pdkv.wire.messages import RequestKey
+from pdkv.wire.types import RequestKey
 
 CONFIG = load_model_config(DEFAULT_MODEL)
 A, B = ("a", 0), ("b", 0)

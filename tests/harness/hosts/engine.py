@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from hosts.machine import Host
-from pdkv.wire.messages import EngineCard, KVHandoff
+from pdkv.connectors.base import TransferKey
+from pdkv.wire.kv import EngineCard, KVHandoff
 
 WAIT_S = 60.0
 
@@ -141,9 +142,9 @@ def _act(engine: Any, command: str, *arguments: Any) -> Any:
         case "load", (handoff, blocks):
             engine.load(msgspec.msgpack.decode(base64.b64decode(handoff), type=KVHandoff), blocks)
         case "cancel", (name,):
-            engine.cancel((name, 1), "receive")
+            engine.cancel(TransferKey(name, 1), "receive")
         case "outcome", (kind, name):
-            return engine.outcome(kind, (name, 1), WAIT_S).code
+            return engine.outcome(kind, TransferKey(name, 1), WAIT_S).code
         case "sum", ():
             return [float(pool.double().sum()) for pool in engine.pools]
         case "held", ():

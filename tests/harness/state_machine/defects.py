@@ -22,7 +22,9 @@ from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import PeerGone, TransferError
 from pdkv.prefill.leases import LeaseTable
-from pdkv.wire.messages import Order, RequestKey, Tokens
+from pdkv.wire.kv import Order
+from pdkv.wire.messages import Tokens
+from pdkv.wire.types import RequestKey
 from state_machine.standin_store import StandInStoreMetadata, StandInStoreScheduler, StandInStoreWorker
 
 Pair = tuple[str, Order, str]
@@ -78,8 +80,8 @@ def tail_indexed(patch: Patch) -> None:
 
 def attempt_ignored(patch: Patch) -> None:
     """All attempts of a transfer are one."""
-    patch.setattr(Request, "transfer_key", property(lambda self: (self.submit.transfer_id, 0)))
-    patch.setattr(RequestView, "transfer_key", property(lambda self: (self.transfer_id, 0)))
+    patch.setattr(Request, "transfer_key", property(lambda self: TransferKey(self.submit.transfer_id, 0)))
+    patch.setattr(RequestView, "transfer_key", property(lambda self: TransferKey(self.transfer_id, 0)))
 
 
 def late_write_admitted(patch: Patch) -> None:

@@ -13,7 +13,7 @@ from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.plan import NewRequest
 from pdkv.engine.worker.drafts import Proposer
 from pdkv.engine.worker.executor import Executor
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 NUM_LENGTHS = 13
 NUM_FAMILIES = 3

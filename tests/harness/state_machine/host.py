@@ -16,7 +16,7 @@ from held_grammars import HeldStore
 from pdkv.assemble.core import build_core
 from pdkv.base.block_keys import root_key
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
+from pdkv.connectors.base import ConnectorConfig, KVConnector, TransferKey, WorkerConnector
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import make_connector
@@ -32,20 +32,19 @@ from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest, Route
 from pdkv.sampling.params import SamplingParams
 from pdkv.sampling.shape import Grammar
+from pdkv.wire.kv import EngineCard, Order
 from pdkv.wire.messages import (
     BlockStored,
-    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
     Loaded,
-    Order,
     Peers,
     Release,
-    RequestKey,
     RouterToEngine,
     Tokens,
 )
+from pdkv.wire.types import RequestKey
 from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward
 from state_machine.standin import StandIn
 from state_machine.standin_store import STAND_IN_STORE, BlockStore, ReadStore, StoreName, share_store, store_of
@@ -337,7 +336,7 @@ class World:
             if isinstance(message, Loaded) and message.code == "stale_generation":
                 client = next(c for c in self.clients if c.flow.request_id == message.request_id)
                 flow = client.flow
-                lease = self.leases(flow.route.prefill).get((flow.transfer_id, flow.prefill_attempt))
+                lease = self.leases(flow.route.prefill).get(TransferKey(flow.transfer_id, flow.prefill_attempt))
                 assert lease is None, f"{message.request_id}: leased blocks were reused"
 
     def check_ends(self, engine: Engine, messages: Sequence[EngineToRouter]) -> None:
@@ -381,7 +380,9 @@ class World:
             priority=(0, 0, -1, 1)[chooser.below(4)],
         )
         name = f"r{len(self.clients)}"
-        flow = RequestFlow(request, self.route(), request_id=name, transfer_id=f"t{name}", now=self.now)
+        flow = RequestFlow(
+            request, self.route(), request_id=name, transfer_id=f"t{name}", loan_id=f"l{name}", now=self.now
+        )
         self.clients.append(Client(flow, prompt, expected[:stop]))
         self.send(flow.start(self.now))
 

@@ -14,7 +14,7 @@ from pdkv.engine.worker.executor import InProcessExecutor
 from pdkv.engine.worker.kv_cache import make_layout
 from pdkv.engine.worker.masks import GrammarMasks
 from pdkv.models.config import load_model_config
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward
 
 PROMPT_LENGTHS = (1, 3, 15, 16, 17, 24, 31, 32, 33, 40, 48, 49, 62)

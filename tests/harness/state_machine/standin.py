@@ -10,7 +10,7 @@ from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.worker.drafts import Proposer
 from pdkv.engine.worker.executor import Executor
 from pdkv.testing.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor, chain_value, expected_tokens
-from pdkv.wire.messages import KVGroup, KVLayout
+from pdkv.wire.kv import KVGroup, KVLayout
 from state_machine.forward import Forward
 
 

@@ -38,7 +38,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.memory.base import MemoryMode, MemoryPeerOptions, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation, copy_in, copy_out
 from pdkv.errors import KVNotFound, TransferCancelled, TransferTimeout
-from pdkv.wire.messages import ConnectorKind
+from pdkv.wire.kv import ConnectorKind
 
 STAGED_STEPS = 4
 """Staged blocks that no later step commits are dropped after so many steps; a plan's update lags by at most two."""

@@ -18,7 +18,7 @@ from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import StoreTimeout
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.memory_store import MemoryStore
-from pdkv.wire.messages import Order
+from pdkv.wire.kv import Order
 from state_machine.forward import Forward
 from state_machine.host import Chooser, World
 

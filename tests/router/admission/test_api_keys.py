@@ -9,7 +9,7 @@ import pytest
 
 from pdkv.errors import ConfigError, Unauthorized
 from pdkv.router.admission.api_keys import MAX_KEYS, KeyRing, make_key
-from pdkv.wire.messages import KVTerms
+from pdkv.wire.kv import KVTerms
 
 HASH = "sha256:" + "ab" * 32
 

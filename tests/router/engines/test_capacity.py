@@ -14,7 +14,7 @@ from pdkv.router.engines.books import Entry
 from pdkv.router.engines.capacity import LATELY_S, SEQS_AHEAD, STEPS_AHEAD, Capacity
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.generations.generation import Generation
-from pdkv.wire.messages import BlockCounts, LoadReport
+from pdkv.wire.reports import BlockCounts, LoadReport
 
 
 def make_room(**card: Any) -> Any:

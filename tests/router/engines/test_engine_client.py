@@ -24,7 +24,7 @@ from pdkv.router.http.server import connections
 ENGINE = """
 import sys
 import msgspec
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.engine_server import EngineServer
 
 server = EngineServer(sys.argv[1], msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=EngineCard))

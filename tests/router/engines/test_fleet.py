@@ -12,8 +12,10 @@ from pdkv.router.engines.breakers import CRASHES, MIN_EVENTS, OPEN_S
 from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.fleet import ORDERS, Fleet
 from pdkv.router.request import Route
-from pdkv.wire.messages import Beat, BlockCounts, KVLayout, LoadReport
+from pdkv.wire.kv import KVLayout
+from pdkv.wire.messages import Beat
 from pdkv.wire.refusal_note import RefusalNote
+from pdkv.wire.reports import BlockCounts, LoadReport
 
 BLOCKS = BlockCounts(total=10, free=4, cached=3, active=2, leased=1, quarantined=0)
 

@@ -21,27 +21,24 @@ from pdkv.errors import (
 from pdkv.router.generations.dispatch import Delta, Dispatcher
 from pdkv.router.generations.driver import TIMER_SLACK_S
 from pdkv.testing import VirtualLoop
+from pdkv.wire.kv import Order
 from pdkv.wire.messages import (
     Abort,
-    BlockCounts,
     BlockStored,
     CacheCleared,
-    ConnectorStats,
     Failed,
     Finished,
     KVEvents,
     KVTicket,
     Loaded,
-    LoadReport,
-    Order,
     Peers,
     Release,
     Resync,
-    SourceCounts,
     Submit,
-    TierEvents,
     Tokens,
 )
+from pdkv.wire.reports import BlockCounts, ConnectorStats, LoadReport, SourceCounts
+from pdkv.wire.tiers import TierEvents
 
 event_loop = VirtualLoop
 

@@ -29,13 +29,12 @@ from pdkv.wire.messages import (
     Failed,
     Finished,
     Loaded,
-    LoadReport,
     PromptLogprobs,
-    SourceCounts,
     Submit,
     TokenLogprob,
     Tokens,
 )
+from pdkv.wire.reports import LoadReport, SourceCounts
 
 event_loop = VirtualLoop
 

@@ -13,7 +13,7 @@ from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFaile
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.lending import is_lent, lent_id
+from pdkv.wire.kv import KVHandoff, KVTerms
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -21,18 +21,16 @@ from pdkv.wire.messages import (
     Failed,
     Finished,
     HandedOff,
-    KVHandoff,
     KVReady,
-    KVTerms,
     KVTicket,
     Loaded,
     PromptLogprobs,
     Release,
-    SourceCounts,
     Submit,
     TokenLogprob,
     Tokens,
 )
+from pdkv.wire.reports import SourceCounts
 
 NOW = 100.0
 PAIRS = [
@@ -65,7 +63,7 @@ class World:
         self.tokens: list[int] = []
         self.num_ends = self.num_resumed = 0
         self.given_up = False
-        self.flow = RequestFlow(request, self.route(), request_id="q", transfer_id="t", now=NOW)
+        self.flow = RequestFlow(request, self.route(), request_id="q", transfer_id="t", loan_id="loan", now=NOW)
 
     def draw(self, n: int) -> int:
         return self.data.draw(st.integers(0, n - 1))
@@ -111,7 +109,7 @@ class World:
                 engine.step(keys[self.draw(len(keys))])
         else:
             message = self.up[name].popleft()
-            if is_lent(getattr(message, "request_id", "")):
+            if getattr(message, "request_id", "") == self.flow.loan_id:
                 if self.flow.accepts_loan(name, message):
                     self.send(self.flow.handle_loan(message, NOW))
             elif self.flow.accepts(name, message):
@@ -213,7 +211,7 @@ def test_undisturbed_run_sends_no_abort_and_releases_once(kind: str, order: str)
 def make_flow(order: str = "prefill_first", num_prompt: int = 20, max_tokens: int = 5) -> RequestFlow:
     route = Route("e", "e") if order == "aggregated" else Route("p", "d", order)  # type: ignore[arg-type]
     request = make_request(num_prompt, max_tokens)
-    return RequestFlow(request, route, request_id="q", transfer_id="t", now=NOW)
+    return RequestFlow(request, route, request_id="q", transfer_id="t", loan_id="loan", now=NOW)
 
 
 def handoff(attempt: int = 0) -> HandedOff:
@@ -541,7 +539,7 @@ def test_what_is_known_of_the_prompt_is_asked_for_once_and_stays() -> None:
     """prompt_logprobs are neither computed nor sent twice, and sources are those of the prompt's first run."""
     params = SamplingParams(max_tokens=5, seed=1, logprobs=1, prompt_logprobs=1)
     request = GenerateRequest(prompt_token_ids=list(range(3)), params=params, timeout_s=60.0)
-    flow = RequestFlow(request, Route("e", "e"), request_id="q", transfer_id="t", now=NOW)
+    flow = RequestFlow(request, Route("e", "e"), request_id="q", transfer_id="t", loan_id="loan", now=NOW)
     ((_, first),) = flow.start(NOW)
     assert first.params.prompt_logprobs == 1  # type: ignore[union-attr]
     logprob = TokenLogprob(3, -1.0, 1)
@@ -567,7 +565,7 @@ def test_a_retry_before_the_first_token_has_its_own_sources() -> None:
 
 # --- loans ----------------------------------------------------------------------------------------------------------
 
-LENT = KVHandoff(lent_id("q"), 0, lent_id("t"), "d", "e0", 16, b"blocks")
+LENT = KVHandoff("loan", 0, "t", "d", "e0", 16, b"blocks", lent=True)
 
 
 def borrowing_flow(order: str = "prefill_first") -> tuple[RequestFlow, Sends]:
@@ -577,6 +575,7 @@ def borrowing_flow(order: str = "prefill_first") -> tuple[RequestFlow, Sends]:
         Route("p", "" if order == "prefill_first" else "d", order, Offer("d", 16, 2.5)),  # type: ignore[arg-type]
         request_id="q",
         transfer_id="t",
+        loan_id="loan",
         now=NOW,
     )
     return flow, flow.start(NOW)
@@ -584,7 +583,7 @@ def borrowing_flow(order: str = "prefill_first") -> tuple[RequestFlow, Sends]:
 
 def granted(flow: RequestFlow) -> Submit:
     """The lender has it; what prefill is asked."""
-    ((engine, submit),) = flow.handle_loan(HandedOff(lent_id("q"), 0, SourceCounts(local_hit=16), LENT), NOW)
+    ((engine, submit),) = flow.handle_loan(HandedOff("loan", 0, SourceCounts(local_hit=16), LENT), NOW)
     assert engine == "p"
     assert isinstance(submit, Submit)
     return submit
@@ -593,32 +592,32 @@ def granted(flow: RequestFlow) -> Submit:
 def test_prefill_is_asked_when_the_lender_has_answered() -> None:
     flow, ((engine, question),) = borrowing_flow()
     assert isinstance(question, Submit)
-    assert (engine, question.request_id, question.transfer_id) == ("d", lent_id("q"), lent_id("t"))
+    assert (engine, question.request_id, question.transfer_id) == ("d", "loan", "t")
     assert (question.until, question.kv, len(question.prompt_token_ids)) == ("cached", "handoff", 17)
     submit = granted(flow)
     assert (submit.handoff, submit.load_timeout_s, submit.until) == (LENT, 2.5, "first_token")
-    assert flow.handle("p", Loaded("q", 0, ok=True), NOW) == [("d", Release(lent_id("t"), 0))]
+    assert flow.handle("p", Loaded("q", 0, ok=True), NOW) == [("d", Release("t", 0, lent=True))]
     assert list(flow.handle("p", Tokens("q", 0, 0, [1]), NOW)) == []  # it was returned
 
 
 @pytest.mark.parametrize("order", ["prefill_first", "concurrent"])
-@pytest.mark.parametrize("answer", [Failed(lent_id("q"), 0, "kv_not_found", "gone", retryable=False), None])
+@pytest.mark.parametrize("answer", [Failed("loan", 0, "kv_not_found", "gone", retryable=False), None])
 def test_a_lender_that_has_nothing_or_is_late_is_done_without(order: str, answer: Failed | None) -> None:
     flow, _ = borrowing_flow(order)
     sends = flow.go_without_loan("transfer_timeout", NOW) if answer is None else flow.handle_loan(answer, NOW)
     assert [engine for engine, _ in sends] == ["d", "p"]  # a lease that is granted meanwhile ends, too
-    assert sends[0][1] == Release(lent_id("t"), 0)
+    assert sends[0][1] == Release("t", 0, lent=True)
     submit = sends[1][1]
     assert isinstance(submit, Submit)
     assert submit.handoff is None
-    late = HandedOff(lent_id("q"), 0, SourceCounts(), LENT)
+    late = HandedOff("loan", 0, SourceCounts(), LENT)
     assert list(flow.handle_loan(late, NOW)) == []
 
 
 @pytest.mark.parametrize(("known_s", "timeout_s"), [(0.0, 10.0), (2.5, 2.5), (25.0, 10.0)])
 def test_a_load_of_what_is_lent_takes_no_longer_than_its_lease(known_s: float, timeout_s: float) -> None:
     route = Route("p", "", "prefill_first", Offer("d", 16, known_s))
-    flow = RequestFlow(make_request(40, 5), route, request_id="q", transfer_id="t", now=NOW)
+    flow = RequestFlow(make_request(40, 5), route, request_id="q", transfer_id="t", loan_id="loan", now=NOW)
     ((_, question),) = flow.start(NOW)
     assert isinstance(question, Submit)
     assert question.timeout_s == 10.0
@@ -626,13 +625,15 @@ def test_a_load_of_what_is_lent_takes_no_longer_than_its_lease(known_s: float, t
 
 
 @pytest.mark.parametrize(
-    "changes", [{"transfer_id": lent_id("t2")}, {"attempt": 1}, {"engine": "d2"}], ids=["transfer", "attempt", "engine"]
+    "changes",
+    [{"transfer_id": "t2"}, {"attempt": 1}, {"engine": "d2"}, {"lent": False}],
+    ids=["transfer", "attempt", "engine", "lent"],
 )
 def test_what_is_granted_must_be_what_was_asked_for(changes: dict[str, Any]) -> None:
     flow, _ = borrowing_flow()
     lent = msgspec.structs.replace(LENT, **changes)
-    release, (_, submit) = flow.handle_loan(HandedOff(lent_id("q"), 0, SourceCounts(local_hit=16), lent), NOW)
-    assert release == ("d", Release(lent_id("t"), 0))
+    release, (_, submit) = flow.handle_loan(HandedOff("loan", 0, SourceCounts(local_hit=16), lent), NOW)
+    assert release == ("d", Release("t", 0, lent=True))
     assert isinstance(submit, Submit)
     assert submit.handoff is None
 
@@ -642,11 +643,9 @@ def test_a_lender_that_pushes_gets_the_borrowers_ticket_and_its_end_is_told() ->
     assert [engine for engine, _ in sends] == ["d", "d"]
     assert list(flow.handle("d", Allocated("q", 0, 0, 40, b"of decode"), NOW)) == []  # prefill is not asked yet
     assert granted(flow).ticket == b"of decode"
-    assert flow.handle("p", Allocated("q", 0, 0, 16, b"of prefill"), NOW) == [
-        ("d", KVTicket(lent_id("q"), 0, b"of prefill"))
-    ]
+    assert flow.handle("p", Allocated("q", 0, 0, 16, b"of prefill"), NOW) == [("d", KVTicket("loan", 0, b"of prefill"))]
     assert flow.go_without_loan("peer_gone", NOW) == [
-        ("d", Release(lent_id("t"), 0)),
+        ("d", Release("t", 0, lent=True)),
         ("p", KVReady("q", 0, ok=False, code="peer_gone")),
     ]
     assert list(flow.go_without_loan("peer_gone", NOW)) == []
@@ -664,12 +663,12 @@ def test_prefill_is_asked_for_the_first_attempt_though_decode_died_while_the_len
 
 def test_the_end_of_a_request_returns_what_was_lent() -> None:
     flow, _ = borrowing_flow()
-    assert flow.abort()[0] == ("d", Release(lent_id("t"), 0))
+    assert flow.abort()[0] == ("d", Release("t", 0, lent=True))
     flow, _ = borrowing_flow()
     granted(flow)
     flow.engine_died("p")
     sends = flow.restart(Route("p2", ""), NOW)
-    assert sends[0] == ("d", Release(lent_id("t"), 0))
+    assert sends[0] == ("d", Release("t", 0, lent=True))
     submit = sends[-1][1]
     assert isinstance(submit, Submit)
     assert submit.handoff is None

@@ -8,7 +8,8 @@ from dispatch_rig import System, run
 from small_app import make_app
 
 from pdkv.router.generations import listener
-from pdkv.wire.messages import AskReport, BlockCounts, LoadReport
+from pdkv.wire.messages import AskReport
+from pdkv.wire.reports import BlockCounts, LoadReport
 
 BLOCKS = BlockCounts(total=8, free=8, cached=0, active=0, leased=0, quarantined=0)
 

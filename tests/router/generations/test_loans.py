@@ -13,20 +13,9 @@ from pdkv.errors import RequestFailed
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest
 from pdkv.testing import VirtualLoop
-from pdkv.wire.lending import is_lent
-from pdkv.wire.messages import (
-    BlockStored,
-    CacheCleared,
-    EngineCard,
-    HandedOff,
-    KVEvents,
-    KVHandoff,
-    KVReady,
-    Loaded,
-    Release,
-    SourceCounts,
-    Submit,
-)
+from pdkv.wire.kv import EngineCard, KVHandoff
+from pdkv.wire.messages import BlockStored, CacheCleared, HandedOff, KVEvents, KVReady, Loaded, Release, Submit
+from pdkv.wire.reports import SourceCounts
 
 event_loop = VirtualLoop
 
@@ -52,7 +41,7 @@ class Lending(System):
 
     def asked(self) -> list[Submit]:
         """What prefill was asked."""
-        return [m for m in self.borrower.heard(Submit) if not is_lent(m.request_id)]
+        return [m for m in self.borrower.heard(Submit) if m.until != "cached"]
 
     def answer(self, num: int) -> None:
         """How the scripted lender answers: 0 it lends, 2 not at all, 3 it has nothing any more."""
@@ -67,7 +56,7 @@ async def test_what_a_lender_has_is_named_to_prefill_and_returned() -> None:
         (submit,) = system.asked()
         assert submit.handoff is not None
         assert (submit.handoff.engine, submit.handoff.num_tokens) == ("decode-0", NUM_LENT)
-        assert [m for m in system.lender.heard(Release) if is_lent(m.transfer_id)]
+        assert [m for m in system.lender.heard(Release) if m.lent]
         assert system.dispatcher.counters.loans == {"ok": 1}
         assert system.dispatcher.counters.dropped_messages == 0
 
@@ -129,13 +118,13 @@ async def test_what_a_lender_names_must_be_what_it_was_asked_for() -> None:
         system.store(request)
         system.lender.held = True
         generation = system.dispatcher.start(request)
-        (asked,) = [m for m in system.lender.heard(Submit) if is_lent(m.request_id)]
+        (asked,) = [m for m in system.lender.heard(Submit) if m.until == "cached"]
         names = asked.request_id, asked.attempt
-        foreign = KVHandoff(*names, "another/lent", "decode-0", "e0", NUM_LENT, b"")
+        foreign = KVHandoff(*names, "another", "decode-0", "e0", NUM_LENT, b"", lent=True)
         system.lender.say(HandedOff(*names, SourceCounts(local_hit=NUM_LENT), foreign))
         (submit,) = system.asked()
         assert submit.handoff is None
-        assert [m for m in system.lender.heard(Release) if is_lent(m.transfer_id)]
+        assert [m for m in system.lender.heard(Release) if m.lent]
         assert system.dispatcher.counters.loans == {"malformed_message": 1}
         generation.abort()
         system.lender.engine.tasks.clear()

@@ -15,7 +15,8 @@ from pdkv.router.generations.moves import HELD_UP_S, MAX_TRIES, MIN_MOVES_PER_S,
 from pdkv.router.request import GenerateRequest
 from pdkv.sampling.params import SamplingParams
 from pdkv.sampling.shape import Grammar
-from pdkv.wire.messages import Abort, Beat, BlockCounts, Failed, Finished, LoadReport, SourceCounts, Submit, Tokens
+from pdkv.wire.messages import Abort, Beat, Failed, Finished, Submit, Tokens
+from pdkv.wire.reports import BlockCounts, LoadReport, SourceCounts
 
 
 def start_with_beats(system: System) -> None:

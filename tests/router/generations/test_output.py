@@ -47,7 +47,9 @@ def test_a_message_s_own_list_is_left_as_it_is() -> None:
 
 def test_others_have_their_turn_between_two_parts() -> None:
     async def main() -> list[str]:
-        flow = RequestFlow(request(10 * MAX_TAKEN), Route("d", "d"), request_id="r", transfer_id="t", now=0.0)
+        flow = RequestFlow(
+            request(10 * MAX_TAKEN), Route("d", "d"), request_id="r", transfer_id="t", loan_id="loan", now=0.0
+        )
         flow.output.add(tokens(0, 3 * MAX_TAKEN))
         generation = Generation(flow, on_end=lambda *_: None)
         seen: list[str] = []

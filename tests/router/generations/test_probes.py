@@ -11,7 +11,8 @@ from pdkv.errors import ConfigError
 from pdkv.router.engines.breakers import CRASHES, OPEN_S
 from pdkv.router.engines.health import TICK_S
 from pdkv.router.generations.probes import RETRY_S
-from pdkv.wire.messages import PROBE_SALT, BlockCounts, Failed, LoadReport, Submit
+from pdkv.wire.messages import PROBE_SALT, Failed, Submit
+from pdkv.wire.reports import BlockCounts, LoadReport
 
 INTERVAL_S = 10.0
 A_WHILE = INTERVAL_S + 2 * TICK_S

@@ -23,7 +23,9 @@ from pdkv.errors import (
 from pdkv.router.generations.generation import Generation
 from pdkv.router.request import GenerateRequest
 from pdkv.testing import VirtualLoop
-from pdkv.wire.messages import Abort, Beat, Failed, Loaded, Order, Release, SourceCounts, Submit
+from pdkv.wire.kv import Order
+from pdkv.wire.messages import Abort, Beat, Failed, Loaded, Release, Submit
+from pdkv.wire.reports import SourceCounts
 
 event_loop = VirtualLoop
 

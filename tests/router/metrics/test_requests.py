@@ -17,7 +17,8 @@ from pdkv.router.admission.tenants import Grant, Tenant
 from pdkv.router.metrics import requests as metrics_module
 from pdkv.router.metrics.keys import key_metrics
 from pdkv.router.metrics.requests import MAX_OUTCOMES, Metrics
-from pdkv.wire.messages import ConnectorStats, TierEvents
+from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.tiers import TierEvents
 
 Samples = dict[tuple[str, ...], float]
 

@@ -7,7 +7,8 @@ from scripted_engine import make_request
 
 from pdkv.router.engines.speeds import LOADED_SHARE, saved_tokens
 from pdkv.router.request import GenerateRequest, Offer
-from pdkv.wire.messages import ConnectorStats, LoadReport, TierPart
+from pdkv.wire.reports import ConnectorStats, LoadReport
+from pdkv.wire.tiers import TierPart
 
 TOKEN_BYTES = 64  # of the rig's engines
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.router.routing.prefix_index import SLICE_KEYS, PrefixIndex, keys_needed
-from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents, KVGroup, KVLayout
+from pdkv.wire.kv import KVGroup, KVLayout
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
 
 
 def keys_of(token_ids: Sequence[int]) -> list[bytes]:

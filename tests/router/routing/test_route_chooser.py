@@ -14,7 +14,8 @@ from pdkv.errors import EngineUnavailable
 from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.router.routing.policies import POLICIES
 from pdkv.router.routing.route_chooser import AFFINITY_TOKENS, MAX_LOCAL_TOKENS
-from pdkv.wire.messages import BlockCounts, ConnectorKind, LoadReport
+from pdkv.wire.kv import ConnectorKind
+from pdkv.wire.reports import BlockCounts, LoadReport
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (2, 4), (4, 2), (3, 3), (2, 3)])

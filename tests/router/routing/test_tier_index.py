@@ -4,7 +4,7 @@ import pytest
 
 from pdkv.router.routing import tier_index
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import TierEvents, TierPart
+from pdkv.wire.tiers import TierEvents, TierPart
 
 KEYS = [bytes([i]) * 16 for i in range(32)]  # of a prompt of 512 tokens
 ENDS = KEYS[3::4]  # where values of 64 tokens end

@@ -8,7 +8,7 @@ import msgspec
 from pdkv.connector_kit.bench.plan import Plan, open_setting
 from pdkv.connector_kit.bench.spread import Spread
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 _MODES: tuple[ChecksumMode, ChecksumMode] = ("on", "off")
 

@@ -15,7 +15,7 @@ from pdkv.connector_kit.rig.world import Setting, Shape
 from pdkv.connectors.registry import check_connector, connector_target
 from pdkv.connectors.store.base import LAYERWISE_GROUPS
 from pdkv.connectors.store.options import StoreConnectorOptions
-from pdkv.wire.messages import ChecksumMode
+from pdkv.wire.kv import ChecksumMode
 
 TIMEOUT_S = 120.0
 

@@ -6,6 +6,7 @@ from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.handover import Handover, legal_orders
 from pdkv.connector_kit.rig.world import TRANSFER_POLL_S, Setting, Shape, World, lengths, require
+from pdkv.connectors.base import TransferKey
 from pdkv.errors import IncompatiblePeers
 
 RANK_PAIRS = ((1, 2), (2, 1), (2, 4), (4, 1))
@@ -45,7 +46,7 @@ def local_hits(setting: Setting) -> None:
 @case("order_of_calls")
 def order_of_calls(setting: Setting) -> None:
     """Questions change nothing, steps may be planned ahead, and keys that nobody knows are ignored (F2)."""
-    unknown = ("nobody", 7)
+    unknown = TransferKey("unknown", 7)
     with World(setting) as world:
         for engine in world.engines.values():
             engine.cancel(unknown, "send")

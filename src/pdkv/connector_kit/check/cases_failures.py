@@ -32,7 +32,7 @@ def _abort_after(world: World, order: str, chunk: int, num_taken: int) -> None:
     for engine in live:
         engine.step()
         require(not engine.books.num_held, f"aborted after {num_taken} steps: {engine.describe_rest()}")
-    again = Handover(world, 52, order=order, chunk=chunk, transfer_id=transfer.key[0], attempt=1)
+    again = Handover(world, 52, order=order, chunk=chunk, transfer_id=transfer.key.transfer_id, attempt=1)
     again.run()
 
 

@@ -8,7 +8,7 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.handover import Handover, legal_orders
 from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.wire.messages import KVGroup
+from pdkv.wire.kv import KVGroup
 
 GROUPS = (KVGroup((0, 2)), KVGroup((1, 3), 40))
 """Half of the layers see 40 tokens, which begin anywhere in a block."""

@@ -9,7 +9,7 @@ from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import Handover, new_name
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
-from pdkv.wire.messages import TierEvents
+from pdkv.wire.tiers import TierEvents
 
 
 @case("lower_tiers")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 Values = npt.NDArray[np.int32]
 

@@ -29,7 +29,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
+from pdkv.wire.kv import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
 Wanted = TypeVar("Wanted", bound=p.Answer)
 

@@ -9,7 +9,7 @@ from pdkv.connector_kit.rig.content import Piece, Text
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connector_kit.rig.world import World, require
-from pdkv.connectors.base import TransferOutcome
+from pdkv.connectors.base import TransferKey, TransferOutcome
 from pdkv.errors import TransferError
 
 _seeds = itertools.count(1)
@@ -359,7 +359,7 @@ class Handover:
             self._hit = self.consumer.books.allocate(self.num_hit_blocks)
             self.consumer.reuse(self._hit)
 
-    def _on_sent(self, key: tuple[str, int], ok: bool) -> None:
+    def _on_sent(self, key: TransferKey, ok: bool) -> None:
         if key == self.key and (ok or self.receiver.attempt == self.sender.attempt):
             self.receiver.kv_ready = ok
 

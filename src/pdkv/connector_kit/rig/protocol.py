@@ -15,7 +15,8 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
-from pdkv.wire.messages import ConnectorKind, EngineCard, Order, TierEvents
+from pdkv.wire.kv import ConnectorKind, EngineCard, Order
+from pdkv.wire.tiers import TierEvents
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):

@@ -20,7 +20,7 @@ from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, TransferKey,
 from pdkv.connectors.registry import make_connector
 from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
 from pdkv.errors import IncompatiblePeers, TransferError
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.kv import KVLayout
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from typing import Literal
 from pdkv.base.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
 from pdkv.connector_kit.rig.content import Text, token_ids
 from pdkv.connectors.base import RequestView, TransferKey
-from pdkv.wire.messages import KVHandoff, KVLayout
+from pdkv.wire.kv import KVHandoff, KVLayout
 
 
 class Request:
@@ -53,8 +53,8 @@ class Request:
 
     @property
     def transfer_key(self) -> TransferKey:
-        """(transfer_id, attempt)."""
-        return (self.transfer_id, self.attempt)
+        """The name of what it hands off, or loads."""
+        return TransferKey(self.transfer_id, self.attempt)
 
     @property
     def num_tokens(self) -> int:

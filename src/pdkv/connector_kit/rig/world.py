@@ -13,7 +13,7 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote, wait_for_any
 from pdkv.errors import IncompatiblePeers, PdkvError
-from pdkv.wire.messages import ChecksumMode, KVGroup, KVLayout
+from pdkv.wire.kv import ChecksumMode, KVGroup, KVLayout
 
 NUM_KV_HEADS = 4
 """Of the model; up to four ranks hold different ones."""

@@ -24,7 +24,7 @@ from pdkv.router.http.pages import admin
 from pdkv.router.http.pages.admin import admin_routes, create_admin_app
 from pdkv.router.http.pages.cache_pages import CachePages
 from pdkv.testing import VirtualLoop
-from pdkv.wire.messages import ConnectorStats, TierHeld
+from pdkv.wire.reports import ConnectorStats, TierHeld
 
 
 def never(name: str, endpoint: str) -> Backend:

@@ -20,7 +20,8 @@ from pdkv.router.engines.cache_orders import CacheOrders
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages import cache_pages
 from pdkv.router.http.pages.admin import create_admin_app
-from pdkv.wire.messages import CacheAnswer, CacheOrder, Submit, TierAnswer
+from pdkv.wire.messages import Submit
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
 
 TEXT = "0123456789 " * 6
 

@@ -1,0 +1,162 @@
+"""KV between processes: its layout, the card of an engine that has some, a hand-off, and the terms of storage."""
+
+import hashlib
+import struct
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdkv.wire.types import Attempt, Blob, Id, KVOwner, Message, Natural, Size, Text
+
+Order = Literal["prefill_first", "concurrent", "needs_peer_first", "decode_first"]
+ConnectorKind = Literal["store", "pull", "push"]
+ChecksumMode = Literal["off", "sample", "on"]
+
+MAX_RANKS = 1024
+"""Most ranks of one engine."""
+
+MAX_LAYERS = 4096
+"""Most layers of a model, and so most KV groups."""
+
+MAX_KV_TTL_S = 10**9
+"""Longest life of stored KV: some 30 years, which any clock can add to its time."""
+
+MAX_KV_QUOTA_BYTES = 2**53
+
+RoleName = Annotated[str, Meta(pattern="^(prefill|decode|any)$")]
+KVScale = Annotated[float, Meta(gt=0.0, le=1e38)]
+
+
+class KVTerms(msgspec.Struct, frozen=True):
+    """Terms on which a request's KV is kept below the engines' own pools. Routers set them, clients cannot."""
+
+    owner: KVOwner  # whose it is: a digest
+    ttl_s: Annotated[int, Meta(ge=1, le=MAX_KV_TTL_S)] | None = None  # from its write on; None: no end
+    # That the owner's values may take of a rank's host memory; None: as much as there is.
+    quota_bytes: Annotated[int, Meta(ge=1, le=MAX_KV_QUOTA_BYTES)] | None = None
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers whose KV lies in the same blocks: one block table per request and group (docs/kv-groups.md)."""
+
+    layers: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LAYERS)]  # the model's, in the order of a block's layers
+    window: Natural = 0  # tokens that a query sees, its own included: blocks before them may be given up; 0: all
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """Shape of one rank's KV cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), block-major."""
+
+    num_layers: Size  # of a block; with several groups fewer than the model's, and some may be unused
+    num_kv_heads: Size
+    head_size: Size
+    block_size: Size  # tokens per block
+    dtype: Id  # torch's name, such as "bfloat16"
+    dtype_bytes: Size
+    total_kv_heads: Natural = 0  # of all ranks together, each head counted once; 0: num_kv_heads
+    groups: Annotated[tuple[KVGroup, ...], Meta(max_length=MAX_LAYERS)] = ()  # empty: one, of all layers, no window
+    # By layer of the model, what 1.0 stands for in K and in V that are stored in FP8; empty: 1.0 everywhere.
+    kv_scales: Annotated[tuple[tuple[KVScale, KVScale], ...], Meta(max_length=MAX_LAYERS)] = ()
+    codec: Text = ""  # lossy ones that KV may have gone through in a store, by identity; empty: KV is exact
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By group, the window of its layers; 0: they see all tokens."""
+        return tuple(group.window for group in self.groups) or (0,)
+
+    @property
+    def num_groups(self) -> int:
+        """Block tables of a request."""
+        return max(len(self.groups), 1)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """By layer of the model: its group, and its index in the group's blocks."""
+        if not self.groups:
+            return tuple((0, layer) for layer in range(self.num_layers))
+        by_layer = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        return tuple(by_layer[layer] for layer in range(len(by_layer)))
+
+    @property
+    def scales(self) -> tuple[tuple[float, float], ...]:
+        """By layer of the model, of K and of V."""
+        return self.kv_scales or ((1.0, 1.0),) * len(self.places)
+
+    @property
+    def kv_heads_of_all_ranks(self) -> int:
+        """KV heads of the model, each counted once however many ranks hold it."""
+        return self.total_kv_heads or self.num_kv_heads
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers, K and V."""
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_size * self.dtype_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of a block."""
+        return self.block_bytes // self.num_layers
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, all layers, K and V."""
+        return self.block_bytes // self.block_size
+
+    @property
+    def identity(self) -> str:
+        """What two engines must share to exchange KV. TP is left out on purpose, and the block size where there are no
+        groups: what of a window can be found depends on it. Scales are there as a digest: there are two for each layer.
+        """
+        identity = f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k=rotated"
+        if self.kv_scales:
+            numbers = [number for scales in self.kv_scales for number in scales]
+            digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}d", *numbers), digest_size=8).hexdigest()
+            identity += f",kv_scales={digest}"
+        if self.codec:
+            identity += f",codec={self.codec}"
+        if not self.groups:
+            return identity
+        groups = "+".join(f"{','.join(map(str, group.layers))}@{group.window}" for group in self.groups)
+        return f"{identity},block_size={self.block_size},groups={groups}"
+
+
+class EngineCard(Message, frozen=True):
+    """What an engine publishes about itself when it is ready; the router distributes cards to peers."""
+
+    engine: Id  # name, unique in a deployment, such as "prefill-0"
+    epoch: Id  # one incarnation of that name
+    role: RoleName  # a default of the router's policy, nothing more
+    pid: Natural
+    connector: Text
+    kind: ConnectorKind
+    content_addressed: bool
+    orders: Annotated[list[Order], Meta(max_length=16)]
+    model: Text  # identity digest of configuration and weights
+    layout: KVLayout
+    hash_block_size: Size
+    num_blocks: Size
+    max_model_len: Size
+    max_num_seqs: Size
+    tp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    pp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    rank_blobs: Annotated[list[Blob], Meta(max_length=MAX_RANKS)] = []  # what each rank's connector needs to be reached
+    rank_pids: Annotated[list[Natural], Meta(max_length=MAX_RANKS)] = []  # per rank; the first is `pid`
+    beats: Text = ""  # ZeroMQ endpoint of its Beats; of tcp:// only the port counts; "": it sends none
+    max_num_batched_tokens: Natural = 0  # of its largest step; 0: not known
+    version: Id = ""  # of pdkv there: for people
+    wire_versions: Annotated[dict[Id, Natural], Meta(max_length=64)] = {}  # of each connector in it: KVConnector's
+    kv_checksum: ChecksumMode = "off"  # which of its hand-offs have digests
+    lends: bool = False  # it hands off what it has cached, and reads what others do (docs/kv-hierarchy.md)
+
+
+class KVHandoff(Message, frozen=True):
+    """Where the KV of a prompt lies after prefill; prefill engine -> router -> decode engine."""
+
+    request_id: Id
+    attempt: Attempt
+    transfer_id: Id
+    engine: Id
+    epoch: Id
+    num_tokens: Natural  # prompt + output tokens whose KV can be had
+    payload: Blob  # msgpack, the connector's own, at most MAX_BLOB_BYTES
+    lent: bool = False  # out of the engine's cache, for the transfer's prompt: not what the prompt's engine computed

@@ -1,0 +1,118 @@
+"""Counters of an engine and its connectors, and the report that takes them to the router."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdkv.wire.types import MAX_CARDS, MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, Count, Id, KVOwner, Message, Seconds
+
+MAX_KV_OWNERS = 1024
+"""Most owners whose KV in one tier of an engine is counted separately."""
+
+
+class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Prompt tokens of one choice on one engine by where their KV came from; they sum to the prompt's length."""
+
+    computed: Count = 0
+    recomputed: Count = 0  # computed again after a preemption or a failed load
+    local_hit: Count = 0
+    remote: Count = 0  # through a hand-off
+    store: Count = 0  # content-addressed, from a store or another engine's cache
+
+
+class BlockCounts(msgspec.Struct, frozen=True):
+    """The ownership equation: free + cached + active + leased + quarantined = total."""
+
+    total: Count
+    free: Count
+    cached: Count
+    active: Count
+    leased: Count
+    quarantined: Count
+
+
+class TierHeld(msgspec.Struct, frozen=True):
+    """What an engine has in a tier of a store now, summed over its ranks; zeros where the tier does not know."""
+
+    values: Count = 0
+    num_bytes: Count = 0
+    capacity: Count = 0  # bytes
+    evicted: Count = 0  # values that have made room for others since the start
+    owned: Annotated[dict[KVOwner, Count], Meta(max_length=MAX_KV_OWNERS)] = {}  # bytes by owner, of KV with terms
+
+    def __add__(self, other: "TierHeld") -> "TierHeld":
+        return TierHeld(
+            self.values + other.values,
+            self.num_bytes + other.num_bytes,
+            self.capacity + other.capacity,
+            self.evicted + other.evicted,
+            largest_owners(Counter(self.owned) + Counter(other.owned)),
+        )
+
+
+def largest_owners(owned: Mapping[int, int]) -> dict[int, int]:
+    """The owners with the most bytes, as many as a TierHeld may have."""
+    return dict(Counter(owned).most_common(MAX_KV_OWNERS))
+
+
+class ConnectorStats(msgspec.Struct, frozen=True):
+    """What a connector, or one part of it, has done since it was made; summed over an engine's ranks.
+
+    A transfer counts on each rank that moved bytes for it.
+    """
+
+    saves: Count = 0  # transfers out of this engine that ended well
+    loads: Count = 0  # transfers into it
+    saved_bytes: Count = 0
+    loaded_bytes: Count = 0
+    failed_saves: Count = 0  # cancelled transfers have not failed
+    failed_loads: Count = 0
+    failed_lookups: Count = 0
+    timeouts: Count = 0  # of saves, loads and lookups: failures, too
+    fallbacks: Count = 0  # loads that another part took over when this one's failed
+    tier_hits: Count = 0  # values that were read from a tier
+    tier_failures: Count = 0  # calls of a tier that failed, or that it was spared after a failure
+    read_bytes: Count = 0  # that a store, or a tier of one, had
+    read_seconds: Seconds = 0.0  # in which a rank was reading there
+    damaged_values: Count = 0  # that were not what had been saved
+    corrupted_transfers: Count = 0  # failed: what arrived was not what the peer had
+    paths: Annotated[dict[Id, Id], Meta(max_length=MAX_CARDS)] = {}  # by which KV of these peers is read
+    held: TierHeld | None = None  # of a tier; None: it is none
+    load_seconds: Seconds = 0.0  # that threads spent on loads
+    hidden_load_seconds: Seconds = 0.0  # of these, while the step thread computed and did not wait for them
+    save_seconds: Seconds = 0.0
+    hidden_save_seconds: Seconds = 0.0
+    late_saves: Count = 0  # values that were not saved: too much was on its way before their blocks were reused
+
+    def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
+        names = [name for name in self.__struct_fields__ if name not in ("paths", "held")]
+        total = ConnectorStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        paths = dict(self.paths)
+        for peer, path in other.paths.items():  # ranks may differ
+            paths[peer] = "+".join(sorted({*paths.get(peer, path).split("+"), *path.split("+")}))
+        held = self.held + other.held if self.held and other.held else self.held or other.held
+        return msgspec.structs.replace(total, paths=paths, held=held)
+
+
+class LoadReport(Message, frozen=True):
+    """How busy the engine is, and its counters since start."""
+
+    waiting: Count
+    running: Count
+    blocks: BlockCounts
+    sources: SourceCounts = SourceCounts()
+    preemptions: Count = 0
+    load_failures: Count = 0
+    bytes_received: Count = 0
+    dropped_messages: Count = 0
+    transfer_seconds: Seconds = 0.0
+    steps: Count = 0
+    damaged_values: Count = 0
+    partial_loads: Count = 0
+    non_finite_requests: Count = 0
+    connectors: Annotated[dict[Id, ConnectorStats], Meta(max_length=MAX_CONNECTOR_PARTS)] = {}  # by name, as NAME/PART
+    connector_problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""  # why it cannot be used now
+    answers: Count = 0  # this AskReport of the router, and those before it; 0: none asked

@@ -1,0 +1,103 @@
+"""Tiers below an engine's cache: what they announce, operators' orders about them, and the answers."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdkv.wire.kv import KVTerms
+from pdkv.wire.types import MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, BlockKeys, Count, Id, Message, Seconds, Size, Text
+
+CacheAction = Literal["lookup", "clear", "pin", "unpin", "prefetch", "move"]
+
+MAX_MEDIUM_CHARS = 128
+"""Longest name of a tier below the cache."""
+
+
+def names_tier(name: str, tier: str) -> bool:
+    """Whether a tier, such as "multi/1-store/0-host", is called so: in full, by its last part or its kind, "host"."""
+    last = tier.rpartition("/")[2]
+    return name in (tier, last, last.partition("-")[2])
+
+
+class CacheOrder(Message, frozen=True, kw_only=True):
+    """An operator's question about what is cached, or order to change it; answered by a CacheAnswer."""
+
+    order_id: Id
+    action: CacheAction
+    keys: BlockKeys | None = None  # of a prompt's full hash blocks, in their order; None: all that there is
+    tier: Text = ""  # its name, "multi/1-store/0-host", the last part of that, or its kind, "host"; empty: all
+    ttl_s: Seconds | None = None  # of pins; None: until they are taken away
+    timeout_s: Seconds = 10.0  # tiers that have not answered by then are late
+    kv_terms: KVTerms | None = None  # prefetch, move: of the prompt's requests
+    source: Text = ""  # move: the tier that values leave, named as `tier` is, which is where they go
+    copy: bool = False  # move: they stay there, too
+
+    def within(self, name: str) -> "CacheOrder":
+        """The same order for the part of that name."""
+        tier, source = self.tier.removeprefix(f"{name}/"), self.source.removeprefix(f"{name}/")
+        return msgspec.structs.replace(self, tier=tier, source=source)
+
+    def is_about(self, tier: str) -> bool:
+        """Whether the order names this tier, such as "0-host", of the part that it went to."""
+        return not self.tier or names_tier(self.tier, tier)
+
+    def is_from(self, tier: str) -> bool:
+        """Whether the order takes values out of that tier."""
+        return names_tier(self.source, tier)
+
+
+class TierPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of the stores that a tier consists of."""
+
+    name: Text  # in LoadReport.connectors, behind the connector's name; empty: the tier is this store alone
+    capacity: Count | None = None  # keys of this engine's that it has room for; None: it is not known to evict any
+
+    def under(self, name: str) -> "TierPart":
+        """The same store as a part of `name`."""
+        return TierPart(f"{name}/{self.name}" if self.name else name, self.capacity)
+
+
+class TierEvents(Message, frozen=True):
+    """What is to be had from a tier below the engine's cache, and what no longer is (docs/kv-stores.md).
+
+    Hints, without numbers: a key that is wrongly told, or not, costs a load or a computation and nothing else. With no
+    keys it only says that the engine reaches the tier.
+    """
+
+    medium: Annotated[str, Meta(min_length=1, max_length=MAX_MEDIUM_CHARS)]  # the tier's name, such as "disk"
+    shared: bool  # what one engine says of it holds for all that name it and its scope; else it is this engine's own
+    tokens_per_key: Size  # a key is the block key at the end of so many tokens; other ends are not told
+    removed: BlockKeys = []
+    stored: BlockKeys = []
+    parts: Annotated[list[TierPart], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # fastest first; empty: not known
+    value_bytes: Count = 0  # that a rank reads for a key; 0: not known
+    scope: Annotated[str, Meta(max_length=MAX_MEDIUM_CHARS)] = ""  # tells media of one name apart, as of two hosts
+
+    def under(self, name: str) -> "TierEvents":
+        """The same events, of a tier that is a part of `name`."""
+        medium = f"{name}/{self.medium}"[:MAX_MEDIUM_CHARS]
+        return msgspec.structs.replace(self, medium=medium, parts=[part.under(name) for part in self.parts])
+
+
+class TierAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of a CacheOrder in one tier of an engine; of one that failed, why."""
+
+    tier: Text
+    num_tokens: Count = 0  # of the prompt, from its beginning, that the tier has, or that were pinned there
+    num_values: Count = 0  # blocks of a pool, or values of a store, that it was about
+    code: Id = ""
+    problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""
+
+
+class CacheAnswer(Message, frozen=True):
+    """What became of a CacheOrder on one engine."""
+
+    order_id: Id
+    tiers: Annotated[list[TierAnswer], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # those that the order names
+    known: Annotated[list[Text], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # all that there are
+
+    def under(self, name: str) -> "CacheAnswer":
+        """The same answer, about tiers that are parts of `name`."""
+        tiers = [msgspec.structs.replace(tier, tier=f"{name}/{tier.tier}") for tier in self.tiers]
+        return CacheAnswer(self.order_id, tiers, [f"{name}/{tier}" for tier in self.known])
