@@ -172,8 +172,8 @@ class _VirtualTimers(asyncio.AbstractEventLoop):
         """Call it when the clock shows `when`."""
         if when <= self.clock.now():
             return self.call_soon(callback, *args, context=context)
-        in_context = (context or contextvars.copy_context()).run
-        return self.clock.call_at(when, functools.partial(in_context, callback, *args))
+        call: Any = functools.partial((context or contextvars.copy_context()).run, callback, *args)
+        return self.clock.call_at(when, call)
 
     def call_really_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Any:
         """`call_later` by the machine's clock: the bound of a test."""
@@ -183,7 +183,7 @@ class _VirtualTimers(asyncio.AbstractEventLoop):
         return timer
 
 
-class VirtualLoop(_VirtualTimers, asyncio.SelectorEventLoop):
+class VirtualLoop(_VirtualTimers, asyncio.SelectorEventLoop):  # type: ignore[misc]  # fewer named arguments
     """asyncio's event loop, whose timers count by its `clock`, which stands still until a test moves it."""
 
 
