@@ -164,11 +164,11 @@ class _VirtualTimers(asyncio.AbstractEventLoop):
         """What the clock shows."""
         return self.clock.now()
 
-    def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         """Call it when the clock has moved by so much."""
         return self.call_at(self.clock.now() + delay, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         """Call it when the clock shows `when`."""
         if when <= self.clock.now():
             return self.call_soon(callback, *args, context=context)
