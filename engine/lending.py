@@ -19,7 +19,7 @@ def lend(request: Request, scheduler: Scheduler, prefill: PrefillHooks, now: flo
     kv, external = scheduler.kv, scheduler.external
     hit = kv.find_hit(request)
     if reason := _why_not(request, hit, scheduler, prefill):
-        raise KVNotFound(reason, transfer_id=request.transfer_key.transfer_id)
+        raise KVNotFound(reason, key=request.transfer_key)
     admitted = kv.admit(request, hit, hit.num_tokens, hit.num_tokens)
     assert admitted, "a hit alone takes no new block"
     request.num_computed = request.num_confirmed = hit.num_tokens

@@ -70,7 +70,7 @@ class PrefillRole(PrefillHooks):
         submit = request.submit
         leased = request.block_tables if decision.hold_blocks else []
         expires_at = now + self._lease_timeout_s
-        expires_at = min(expires_at, request.deadline) if submit.until == "cached" else expires_at
+        expires_at = min(expires_at, request.deadline) if request.transfer_key.lent else expires_at
         self.leases.grant(request, leased, expires_at, until_release=decision.until_release)
         handoff = KVHandoff(
             request_id=submit.request_id,
@@ -133,13 +133,9 @@ class PrefillRole(PrefillHooks):
             self._external.aborted(key, cancel_sending=True)
             if lease.request.ticket is not None and not lease.is_answered:  # or its reader waits for its own deadline
                 self._answer(lease, False, TransferTimeout.code)
-            name, level = (
-                lease.request.name,
-                logging.WARNING if lease.request.submit.until != "cached" else logging.INFO,
-            )
-            logger.log(
-                level, "the lease of request %s (transfer %s) expired: its KV was never fetched", name, key.transfer_id
-            )
+            text = "the lease of request %s (transfer %s) expired: its KV was never fetched"
+            level = logging.INFO if key.lent else logging.WARNING
+            logger.log(level, text, lease.request.name, key.transfer_id)
 
     def next_deadline(self) -> float | None:
         """The earliest lease deadline."""

@@ -327,9 +327,7 @@ class _Reading:
         """Raises TransferCancelled or TransferTimeout."""
         self.job.check()
         if self.job.clock.now() >= self.deadline:
-            raise TransferTimeout(
-                "an offer was not read in time", transfer_id=self.job.key.transfer_id, attempt=self.job.key.attempt
-            )
+            raise TransferTimeout("an offer was not read in time", key=self.job.key)
 
     def remaining_s(self) -> float:
         """Seconds until the deadline. Raises as `check` does."""
@@ -341,7 +339,7 @@ class _Reading:
 def _writing(worker: PushWorker, job: Job) -> Iterator[None]:
     """While a posted receive's blocks are written. Raises TransferCancelled when they may not be."""
     if not worker.enter(job):
-        raise TransferCancelled("cancelled", transfer_id=job.key.transfer_id, attempt=job.key.attempt)
+        raise TransferCancelled("cancelled", key=job.key)
     try:
         yield
     finally:

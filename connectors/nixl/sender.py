@@ -57,15 +57,12 @@ class PushSender:
         per_id = len(piece.layers) * layout.layer_bytes if whole else self._rank.units.unit_bytes(piece.part)
         permit = self._endpoint.permits.give()
         if permit is None:
-            raise TransferError(
-                "too many offers stand already", transfer_id=send.key.transfer_id, attempt=send.key.attempt
-            )
+            raise TransferError("too many offers stand already", key=send.key)
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, blob.agent, int(ids.size) * per_id, permit)
-        message = Offer(
-            *send.ticket.key[:2], number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece)
-        )
+        name, first_head = send.ticket.key[:2], piece.heads.first
+        message = Offer(*name, number, *permit, whole, pack_blocks(ids), first_head, range_of(piece))
         try:
             digests = self._worker.begin_digests(piece)
             self._endpoint.send(blob, message)

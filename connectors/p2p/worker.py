@@ -199,7 +199,7 @@ class P2PWorker(PushWorker):
         incoming.after.wait(min(offer.timeout_s, self._options.timeout_s))
         plan = plan_receiving(offer, incoming, pool)
         if not self.enter(job):
-            raise KVNotFound("the transfer has ended", transfer_id=key.transfer_id, attempt=key.attempt)
+            raise KVNotFound("the transfer has ended", key=key)
         return job, plan, pool
 
 

@@ -83,9 +83,8 @@ class Checksums:
 
     def report(self, what: str, key: TransferKey, peer: str) -> None:
         """Log a mismatch with all that it is about. Raises KVCorrupted."""
-        transfer_id, attempt = key[:2]
         logger.warning(
             "KV from engine %s to engine %s is damaged: transfer %s, attempt %d: %s",
-            peer, self._config.engine, transfer_id, attempt, what,
+            peer, self._config.engine, key.transfer_id, key.attempt, what,
         )  # fmt: skip
-        raise KVCorrupted(f"from engine {peer}: {what}", transfer_id=transfer_id, attempt=attempt)
+        raise KVCorrupted(f"from engine {peer}: {what}", key=key)

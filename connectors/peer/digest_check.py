@@ -97,7 +97,7 @@ class DigestCheck:
             except TransferTimeout:
                 load = self._piece.load
                 text = f"engine {load.engine} has no digests of {missing.sum()} of {missing.size} hash blocks"
-                raise TransferTimeout(text, transfer_id=load.key.transfer_id, attempt=load.key.attempt) from None
+                raise TransferTimeout(text, key=load.key) from None
             self._check_generations()  # of others there will be none
             MONOTONIC.sleep(_LOOK_S)
         return rows

@@ -87,4 +87,4 @@ def _units(entries: Sequence[int], entry_tokens: int, load: BlockLoad) -> Ids:
     try:
         return unit_index(as_ids(entries), entry_tokens, load.start - first, load.stop - first)
     except ValueError as error:
-        raise KVNotFound(str(error), transfer_id=load.key.transfer_id, attempt=load.key.attempt) from None
+        raise KVNotFound(str(error), key=load.key) from None

@@ -149,8 +149,7 @@ class PullWorker(PeerWorker):
         if stale.size:
             raise StaleGeneration(
                 f"engine {load.engine} reused {stale.size} of {blocks.size} blocks, the first {blocks[stale[0]]}",
-                transfer_id=load.key.transfer_id,
-                attempt=load.key.attempt,
+                key=load.key,
             )
 
     def _start(self, load: BlockLoad, after: StepDone) -> None:

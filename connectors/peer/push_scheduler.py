@@ -67,9 +67,7 @@ class PushTicket(msgspec.Struct, frozen=True, array_like=True):
         num_blocks = len(blocks_of(self.start, self.stop, block_size))
         blocks = unpack_blocks(self.blocks, min(num_blocks, MAX_BLOCKS))
         if blocks is None or blocks.ids.size != num_blocks:
-            raise TransferError(
-                f"a ticket of engine {self.engine} does not name its blocks", transfer_id=self.transfer_id
-            )
+            raise TransferError(f"a ticket of engine {self.engine} does not name its blocks", key=self.key)
         return blocks.ids
 
 

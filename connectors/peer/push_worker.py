@@ -258,7 +258,7 @@ class PushWorker(PeerWorker):
         for job in self.open_jobs(key, "receive"):
             if isinstance(job.order, Incoming):
                 return job, job.order
-        raise KVNotFound("no such transfer is expected", transfer_id=key.transfer_id, attempt=key.attempt)
+        raise KVNotFound("no such transfer is expected", key=key)
 
     def digests_for(self, incoming: Incoming, piece: PieceRange, sender: Incarnation) -> PieceDigests | None:
         """Those of what an engine sends, as it lands; None: one of the ends does not want that."""
@@ -358,9 +358,7 @@ class PushWorker(PeerWorker):
         ticket = send.ticket
         card = self.peers.card(ticket.engine, ticket.epoch)
         if not ticket.may_have(send.source):
-            raise TransferError(
-                "the ticket is another transfer's", transfer_id=send.key.transfer_id, attempt=send.key.attempt
-            )
+            raise TransferError("the ticket is another transfer's", key=send.key)
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.token_bytes
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)

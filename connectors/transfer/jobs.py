@@ -76,12 +76,11 @@ class Job:
             TransferCancelled: the transfer was given up.
             TransferTimeout: its deadline has passed.
         """
-        transfer_id, attempt = self.key[:2]
         if self.stop_code and self.stop_code != TransferTimeout.code:
-            raise TransferCancelled("cancelled", transfer_id=transfer_id, attempt=attempt)
+            raise TransferCancelled("cancelled", key=self.key)
         if self.stop_code or self.clock.now() >= self.deadline:
             limit = self.deadline - self.started
-            raise TransferTimeout(f"not done after {limit:g} s", transfer_id=transfer_id, attempt=attempt)
+            raise TransferTimeout(f"not done after {limit:g} s", key=self.key)
 
     def remaining_s(self) -> float:
         """Seconds until the deadline, above 0. Raises as `check` does."""

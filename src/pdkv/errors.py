@@ -249,14 +249,13 @@ class KillsEngines(RequestFailed):
 
 
 class TransferError(PdkvError):
-    """One KV transfer ended with an error; `transfer_id` and `attempt` name it."""
+    """One KV transfer ended with an error; `key`, a TransferKey, names it."""
 
     code = "transfer_failed"
 
-    def __init__(self, message: str, *, transfer_id: str = "", attempt: int = 0) -> None:
+    def __init__(self, message: str, *, key: tuple[object, ...] | None = None) -> None:
         super().__init__(message)
-        self.transfer_id = transfer_id
-        self.attempt = attempt
+        self.key = key
 
 
 class TransferTimeout(TransferError):

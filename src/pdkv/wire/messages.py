@@ -332,35 +332,10 @@ class Beat(Message, frozen=True):
 
 
 RouterToEngine = (
-    Hello
-    | Submit
-    | Abort
-    | KVTicket
-    | Continue
-    | KVHandoff
-    | KVReady
-    | Release
-    | Trial
-    | Peers
-    | Resync
-    | CacheOrder
+    Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Trial | Peers | Resync | CacheOrder
     | AskReport
-)
+)  # fmt: skip
 EngineToRouter = (
-    Ready
-    | Tokens
-    | Finished
-    | HandedOff
-    | Failed
-    | Allocated
-    | Loaded
-    | KVReady
-    | Release
-    | Trial
-    | KVEvents
-    | TierEvents
-    | CacheAnswer
-    | LoadReport
-    | Disconnect
-    | Beat
-)
+    Ready | Tokens | Finished | HandedOff | Failed | Allocated | Loaded | KVReady | Release | Trial | KVEvents
+    | TierEvents | CacheAnswer | LoadReport | Disconnect | Beat
+)  # fmt: skip
