@@ -8,6 +8,7 @@
 import argparse
 import ast
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -55,13 +56,14 @@ def measure(connector: Sequence[str], seconds: float, seed: int, redis_cpu: "Red
         log = Path(folder, "log")
         with pdkv(MODEL, prefill=PREFILL, decode=DECODE, options=[*OPTIONS, *connector], log=log) as server:
             run_loop(_load(server, prompts[:_WARM], rng))  # warm
-            before, own, began = cpu_seconds(server), time.process_time(), time.monotonic()
+            before, own, began, busy = cpu_seconds(server), time.process_time(), time.monotonic(), _busy_s()
             redis = redis_cpu() if redis_cpu else 0.0
             replies = run_loop(_load(server, prompts[_WARM:], rng))
             wall_s = time.monotonic() - began
             used = cpu_seconds(server).since(before)
             own = time.process_time() - own
             redis = redis_cpu() - redis if redis_cpu else 0.0
+            others = _busy_s() - busy - used.total - own - redis
             handed = [metric(server, "pdkv_engine_prompt_tokens_total", source=name) for name in ("remote", "store")]
         ratios = _steps(log.read_text())
     answers = [
@@ -70,15 +72,24 @@ def measure(connector: Sequence[str], seconds: float, seed: int, redis_cpu: "Red
     errors = Counter(reply.error for reply in replies if not reply.ok)
     if errors:
         print(errors, file=sys.stderr)
+    decoding = sum(seconds for name, seconds in used.engines.items() if name.startswith("decode"))
     figures = {
         "answers": len(answers), "wrong": answers.count(False), "failed": errors.total(),
         "handed over": sum(handed) / len(prompts) / INPUT_LEN, "steps": ratios.total(),
         "step/curve p50": _percentile(ratios, 0.5), "p99": _percentile(ratios, 0.99),
         "within 5 %": sum(n for r, n in ratios.items() if abs(r - 1000) <= 50) / ratios.total(),
         "within 15 %": sum(n for r, n in ratios.items() if abs(r - 1000) <= 150) / ratios.total(),
+        "decode, 100 tokens/s": decoding / (count * OUTPUT_LEN / 100),
+        "beside all this": others / wall_s,
         "router": used.router / wall_s, "redis": redis / wall_s, "client": own / wall_s,
     }  # fmt: skip
     return figures | {name: each / wall_s for name, each in sorted(used.engines.items())}
+
+
+def _busy_s() -> float:
+    """Processor seconds that the whole machine has worked, as far as it knows."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # but for idle, and waiting for a disk
 
 
 def _steps(log: str) -> Counter[int]:
@@ -133,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_wrong += sum(run["wrong"] for run in runs)
         print(f"{connector}, median of {len(runs)} (processes: cores)")
         for name in runs[0]:
-            print(f"  {name:16} {median(run[name] for run in runs):.4g}")
+            print(f"  {name:20} {median(run[name] for run in runs):.4g}")
     return 1 if num_wrong else 0
 
 
