@@ -93,7 +93,7 @@ DEFECTS = {
         "engine/outside/loads.py",
         r"x\.deadline <= now and",
         "x.deadline <= now - 1e9 and",
-        "engine/outside/test_external.py engine/outside/test_partial_loads.py",
+        "decode/test_decode_role.py",
     ),
     "a lease has no deadline": Defect(
         "prefill/leases.py", r"if lease\.deadline <= now\]", "if lease.deadline <= now - 1e9]", "prefill"
