@@ -196,42 +196,38 @@ async def test_an_engine_that_nobody_knows_of_ends(lifeline: int) -> None:
 
 @pytest.mark.usefixtures("subreaper")
 @pytest.mark.parametrize("how", ["whoever asked is cancelled", "the fork server is killed"])
-def test_an_engine_that_nobody_knows_of_is_reaped(lifeline: int, how: str) -> None:
+async def test_an_engine_that_nobody_knows_of_is_reaped(lifeline: int, how: str) -> None:
     """It was a zombie as long as the launch lived. Found by a soak."""
+    strangers = {child.pid for child in psutil.Process().children()}  # servers of other tests
 
-    async def main() -> None:
-        strangers = {child.pid for child in psutil.Process().children()}  # servers of other tests
+    def others_than(server: ForkServer) -> set[int]:
+        """Children of this process, zombies included."""
+        return {child.pid for child in psutil.Process().children()} - {server.child.pid} - strangers
 
-        def others_than(server: ForkServer) -> set[int]:
-            """Children of this process, zombies included."""
-            return {child.pid for child in psutil.Process().children()} - {server.child.pid} - strangers
-
-        server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
-        first, second = AckSocket(), AckSocket()
-        known = await server.fork_engine(SPEC, first.child_fd, timeout_s=20)
-        forking = asyncio.create_task(server.fork_engine(SPEC, second.child_fd, timeout_s=20))
-        if how == "the fork server is killed":
-            asyncio.get_running_loop().remove_reader(server._control)  # its answer is not read
-        await asyncio.sleep(0)
-        assert not forking.done()  # it has asked
-        if how == "the fork server is killed":
-            await until(lambda: len(others_than(server)) == 2)
-            server.child.send_signal(signal.SIGKILL)
-            await server.child.wait()
-            server.close()
-        else:
-            forking.cancel()
-            await until(lambda: not server._answers)
-        await asyncio.gather(forking, return_exceptions=True)
-        second.close()
-        await until(lambda: others_than(server) == {known.pid})
-        first.close()
-        assert await known.wait() == 1
-        server.close()
+    server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
+    first, second = AckSocket(), AckSocket()
+    known = await server.fork_engine(SPEC, first.child_fd, timeout_s=20)
+    forking = asyncio.create_task(server.fork_engine(SPEC, second.child_fd, timeout_s=20))
+    if how == "the fork server is killed":
+        asyncio.get_running_loop().remove_reader(server._control)  # its answer is not read
+    await asyncio.sleep(0)
+    assert not forking.done()  # it has asked
+    if how == "the fork server is killed":
+        await until(lambda: len(others_than(server)) == 2)
+        server.child.send_signal(signal.SIGKILL)
         await server.child.wait()
-        assert not others_than(server)
-
-    run(main(), event_loop)
+        server.close()
+    else:
+        forking.cancel()
+        await until(lambda: not server._answers)
+    await asyncio.gather(forking, return_exceptions=True)
+    second.close()
+    await until(lambda: others_than(server) == {known.pid})
+    first.close()
+    assert await known.wait() == 1
+    server.close()
+    await server.child.wait()
+    assert not others_than(server)
 
 
 _CLIENT = (

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from coroutines import clock
-from still_launch import make_control, run
+from still_launch import commanded, make_control
 
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.config import LaunchConfig
 from pdkv.launch.control import ControlServer, Restart, Scale, give_order
 from pdkv.launch.run_dir import CONTROL_SOCKET, RunDirectory
+from pdkv.testing import VirtualLoop
+
+event_loop = VirtualLoop
 
 
 @pytest.fixture
@@ -21,11 +24,10 @@ def run_dir() -> Iterator[RunDirectory]:
         yield directory
 
 
-def test_orders_come_one_at_a_time_and_say_how_they_end(run_dir: RunDirectory) -> None:
+async def test_orders_come_one_at_a_time_and_say_how_they_end(run_dir: RunDirectory) -> None:
     control = make_control(run_dir, LaunchConfig())
     said: list[str] = []
-
-    async def scenario() -> None:
+    async with commanded(control):
         async with ControlServer(control, 1.0).serving(run_dir.path):
             assert await give_order(run_dir.path, Scale(decode=1), said.append) == (
                 "there are 1 prefill, 1 decode: nothing was to be done"
@@ -42,25 +44,18 @@ def test_orders_come_one_at_a_time_and_say_how_they_end(run_dir: RunDirectory) -
         with pytest.raises(StartupError, match=r"the launcher of .* has ended"):
             await give_order(run_dir.path, Restart(), said.append)
 
-    run(control, scenario)
 
-
-def test_who_connects_and_says_nothing_is_sent_away(run_dir: RunDirectory) -> None:
+async def test_who_connects_and_says_nothing_is_sent_away(run_dir: RunDirectory) -> None:
     control = make_control(run_dir, LaunchConfig())
-
-    async def scenario() -> None:
-        async with ControlServer(control, 1.0).serving(run_dir.path):
-            reader, writer = await asyncio.open_unix_connection(str(run_dir.path / CONTROL_SOCKET))
-            assert await clock().passing(reader.read()) == b""
-            writer.close()
-
-    run(control, scenario)
+    async with commanded(control), ControlServer(control, 1.0).serving(run_dir.path):
+        reader, writer = await asyncio.open_unix_connection(str(run_dir.path / CONTROL_SOCKET))
+        assert await clock().passing(reader.read()) == b""
+        writer.close()
 
 
-def test_a_second_order_does_not_begin_before_the_first_one_ends(run_dir: RunDirectory) -> None:
+async def test_a_second_order_does_not_begin_before_the_first_one_ends(run_dir: RunDirectory) -> None:
     control = make_control(run_dir, LaunchConfig())
-
-    async def scenario() -> None:
+    async with commanded(control):
         began, go = asyncio.Event(), asyncio.Event()
 
         async def add_engine(*_: Any) -> None:
@@ -79,16 +74,14 @@ def test_a_second_order_does_not_begin_before_the_first_one_ends(run_dir: RunDir
                 await first
             assert "nothing was to be done" in await give_order(run_dir.path, Scale(decode=1), print)
 
-    run(control, scenario)
-
 
 @pytest.mark.parametrize("error", [OSError("no descriptors"), ValueError("odd"), KeyError("decode"), TimeoutError()])
-def test_a_defect_in_an_order_is_logged_and_told(
+async def test_a_defect_in_an_order_is_logged_and_told(
     run_dir: RunDirectory, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     control = make_control(run_dir, LaunchConfig())
+    async with commanded(control):
 
-    async def scenario() -> None:
         async def add_engine(*_: Any) -> None:
             raise error
 
@@ -99,8 +92,6 @@ def test_a_defect_in_an_order_is_logged_and_told(
             assert "2 decode failed in the launcher" in str(caught.value)
             assert repr(error) in str(caught.value)
             assert "nothing was to be done" in await give_order(run_dir.path, Scale(decode=1), print)
-
-    run(control, scenario)
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert record.exc_info is not None
     assert record.exc_info[1] is error
@@ -116,28 +107,20 @@ def test_a_defect_in_an_order_is_logged_and_told(
         b"\xff\n",
     ],
 )
-def test_what_is_no_order_is_said_to_be_none(run_dir: RunDirectory, line: bytes) -> None:
+async def test_what_is_no_order_is_said_to_be_none(run_dir: RunDirectory, line: bytes) -> None:
     control = make_control(run_dir, LaunchConfig())
-
-    async def scenario() -> None:
-        async with ControlServer(control, 1.0).serving(run_dir.path):
-            reader, writer = await asyncio.open_unix_connection(str(run_dir.path / CONTROL_SOCKET))
-            writer.write(line)
-            assert b"this is no order" in await reader.readline()
-            writer.close()
-
-    run(control, scenario)
+    async with commanded(control), ControlServer(control, 1.0).serving(run_dir.path):
+        reader, writer = await asyncio.open_unix_connection(str(run_dir.path / CONTROL_SOCKET))
+        writer.write(line)
+        assert b"this is no order" in await reader.readline()
+        writer.close()
 
 
 @pytest.mark.parametrize("launch", [LaunchConfig(), LaunchConfig(prefill=0)])
-def test_an_order_for_no_number_of_engines_changes_nothing(run_dir: RunDirectory, launch: LaunchConfig) -> None:
+async def test_an_order_for_no_number_of_engines_changes_nothing(run_dir: RunDirectory, launch: LaunchConfig) -> None:
     control = make_control(run_dir, launch)
-
-    async def scenario() -> None:
-        async with ControlServer(control, 1.0).serving(run_dir.path):
-            assert "nothing was to be done" in await give_order(run_dir.path, Scale(), print)
-
-    run(control, scenario)
+    async with commanded(control), ControlServer(control, 1.0).serving(run_dir.path):
+        assert "nothing was to be done" in await give_order(run_dir.path, Scale(), print)
 
 
 @pytest.mark.parametrize("answer", [b"x" * (1 << 20) + b"\n", b"hello\n"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from still_launch import make_control, run
+from still_launch import commanded, make_control
 
 from pdkv.errors import ConfigError
 from pdkv.launch.config import LaunchConfig
@@ -38,16 +38,13 @@ def run_dir() -> Iterator[RunDirectory]:
         (LaunchConfig(prefill=2, decode=2), {"cpu_bind": "0|1"}, {"decode": 3}, "for 2 engines and none for decode-2"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
+async def test_what_cannot_be_is_refused_before_anything_starts(
     run_dir: RunDirectory, launch: LaunchConfig, engine: dict[str, Any], counts: dict[Any, int], message: str
 ) -> None:
     control = make_control(run_dir, launch, **engine)
-
-    async def scenario() -> None:
+    async with commanded(control):
         with pytest.raises(ConfigError, match=message):
             await control.scale(counts, 1.0, print)
-
-    run(control, scenario)
 
 
 def test_new_engines_get_their_share_of_what_there_is_with_them(run_dir: RunDirectory) -> None:
@@ -62,14 +59,11 @@ def test_new_engines_get_their_share_of_what_there_is_with_them(run_dir: RunDire
     assert os.environ[SPIN_VARIABLE] == "0", "the old engines keep their threads: there are more than CPUs"
 
 
-def test_the_only_engine_is_not_restarted(run_dir: RunDirectory) -> None:
+async def test_the_only_engine_is_not_restarted(run_dir: RunDirectory) -> None:
     control = make_control(run_dir, LaunchConfig(prefill=0))
-
-    async def scenario() -> None:
+    async with commanded(control):
         with pytest.raises(ConfigError, match="engine-0 is the only engine: scale up first"):
             await control.restart(1.0, print)
-
-    run(control, scenario)
 
 
 class Router(RouterAdmin):

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 from coroutines import clock
-from still_launch import make_control, run
+from still_launch import commanded, make_control
 
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.config import LaunchConfig
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import ADMIN_SOCKET, RunDirectory
+from pdkv.testing import VirtualLoop
+
+event_loop = VirtualLoop
 
 
 @pytest.fixture
@@ -20,23 +23,15 @@ def run_dir() -> Iterator[RunDirectory]:
         yield directory
 
 
-def test_a_router_that_says_no_is_not_asked_again_and_one_that_says_nothing_is(
-    run_dir: RunDirectory,
-) -> None:
+async def test_a_router_that_says_no_is_not_asked_again_and_one_that_says_nothing_is(run_dir: RunDirectory) -> None:
     control = make_control(run_dir, LaunchConfig())
     no = b'{"error":{"message":"never"}}'
-
-    async def refused() -> None:
+    async with commanded(control, answer=b"HTTP/1.1 409 Conflict\r\ncontent-length: %d\r\n\r\n%b" % (len(no), no)):
         with pytest.raises(ConfigError, match="never"):
             await control.router.resume("decode-0")
-
-    run(control, refused, answer=b"HTTP/1.1 409 Conflict\r\ncontent-length: %d\r\n\r\n%b" % (len(no), no))
-
-    async def silent() -> None:
+    async with commanded(control, answer=b"HTTP/1.1 200"):
         with pytest.raises(StartupError, match="the router does not answer"):
             await clock().passing(RouterAdmin(run_dir.path).resume("decode-0"))
-
-    run(control, silent, answer=b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../../x", "a/b"])
@@ -88,11 +83,10 @@ def http(status: str, body: bytes, head: str = "content-length: {}") -> bytes:
     ],
     ids=range(10),
 )
-def test_an_answer_that_is_none_is_a_failure_with_a_name(run_dir: RunDirectory, answer: bytes, message: str) -> None:
+async def test_an_answer_that_is_none_is_a_failure_with_a_name(
+    run_dir: RunDirectory, answer: bytes, message: str
+) -> None:
     control = make_control(run_dir, LaunchConfig())
-
-    async def scenario() -> None:
+    async with commanded(control, answer=answer):
         with pytest.raises(StartupError, match=message):
             await control.router.resume("decode-0")
-
-    run(control, scenario, answer=answer)

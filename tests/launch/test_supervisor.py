@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -103,19 +103,14 @@ class Deck:
     def newest(self, name: str) -> Child:
         return next(child for child in reversed(self.started) if child.name == name)
 
-    def run(
-        self,
-        scenario: Callable[[], Awaitable[None]],
-        loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
-    ) -> None:
-        async def main() -> None:
-            try:
-                await scenario()
-            finally:
-                await self.supervisor.stop()
-            assert not any(child.alive for child in self.started)
-
-        run(main(), loop_factory)
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At the end none of its processes is left."""
+        try:
+            yield
+        finally:
+            await self.supervisor.stop()
+        assert not any(child.alive for child in self.started)
 
 
 @pytest.fixture
@@ -129,18 +124,16 @@ def ranked_deck(fake_child: FakeChild, lifeline: int, monkeypatch: pytest.Monkey
     return Deck(fake_child, lifeline, monkeypatch, store=tmp_path / "decode-1.ranks")
 
 
-def test_start_returns_when_all_are_ready_and_stop_ends_all(deck: Deck) -> None:
-    async def scenario() -> None:
+async def test_start_returns_when_all_are_ready_and_stop_ends_all(deck: Deck) -> None:
+    async with deck.running():
         await deck.supervisor.start()
         assert {deck.ready.get_nowait() for _ in range(3)} == {"router", "decode-0", "decode-1"}
         assert all(child.alive for child in deck.started)
 
-    deck.run(scenario)
-
 
 @pytest.mark.parametrize("name", ["decode-1", "router"])
-def test_who_is_killed_comes_back_and_nobody_else_is_touched(deck: Deck, name: str) -> None:
-    async def scenario() -> None:
+async def test_who_is_killed_comes_back_and_nobody_else_is_touched(deck: Deck, name: str) -> None:
+    async with deck.running():
         await deck.supervisor.start()
         for _ in range(3):
             deck.ready.get_nowait()
@@ -150,16 +143,13 @@ def test_who_is_killed_comes_back_and_nobody_else_is_touched(deck: Deck, name: s
         assert deck.newest(name).alive
         assert all(child.alive for child in others)
         assert len(deck.started) == 4
-
-    deck.run(scenario)
     assert len(set(deck.epochs)) == len(deck.epochs), "every incarnation has its own epoch"
     assert [spec.await_all for spec in deck.routers] == [True, False][: len(deck.routers)]
 
 
-def test_a_restart_is_told_with_its_own_time(deck: Deck) -> None:
+async def test_a_restart_is_told_with_its_own_time(deck: Deck) -> None:
     """Not with the time since the launch."""
-
-    async def scenario() -> None:
+    async with deck.running():
         await deck.supervisor.start()
         for _ in range(3):
             deck.ready.get_nowait()
@@ -168,11 +158,9 @@ def test_a_restart_is_told_with_its_own_time(deck: Deck) -> None:
         assert await deck.ready.get() == "decode-1"
         assert 0 < deck.seconds["decode-1"] < 1000
 
-    deck.run(scenario)
 
-
-def test_a_restart_that_fails_is_tried_again(deck: Deck) -> None:
-    async def scenario() -> None:
+async def test_a_restart_that_fails_is_tried_again(deck: Deck) -> None:
+    async with deck.running():
         await deck.supervisor.start()
         for _ in range(3):
             deck.ready.get_nowait()
@@ -183,42 +171,31 @@ def test_a_restart_that_fails_is_tried_again(deck: Deck) -> None:
         deck.behaviour["decode-0"] = "serve"
         assert await deck.ready.get() == "decode-0"
 
-    deck.run(scenario)
 
-
-def test_a_child_that_refuses_its_configuration_fails_the_start(deck: Deck) -> None:
+async def test_a_child_that_refuses_its_configuration_fails_the_start(deck: Deck) -> None:
     deck.behaviour["decode-1"] = "refuse"
-
-    async def scenario() -> None:
+    async with deck.running():
         with pytest.raises(ConfigError, match="dtype is wrong"):
             await deck.supervisor.start()
 
-    deck.run(scenario)
 
-
-def test_a_child_that_dies_fails_the_start(deck: Deck) -> None:
+async def test_a_child_that_dies_fails_the_start(deck: Deck) -> None:
     deck.behaviour["router"] = "die"
-
-    async def scenario() -> None:
+    async with deck.running():
         with pytest.raises(StartupError, match="router died before it was ready: exited with 3"):
             await deck.supervisor.start()
 
-    deck.run(scenario)
-
 
 @pytest.mark.parametrize("name", ["decode-1", "decode-1.1"])
-def test_engines_and_ranks_of_other_models_fail_the_start_with_both_values(ranked_deck: Deck, name: str) -> None:
+async def test_engines_and_ranks_of_other_models_fail_the_start_with_both_values(ranked_deck: Deck, name: str) -> None:
     behaviour = dict.fromkeys(["decode-0", "decode-1", "decode-1.1"], "model A")
     ranked_deck.behaviour = {**behaviour, name: "model B"}
-
-    async def scenario() -> None:
+    async with ranked_deck.running():
         with pytest.raises(IncompatiblePeers, match=r"has model (A, .*started with model B|B, .*started with model A)"):
             await ranked_deck.supervisor.start()
 
-    ranked_deck.run(scenario)
 
-
-def test_a_restarted_engine_of_another_model_stays_out_until_it_has_the_first_one_again(
+async def test_a_restarted_engine_of_another_model_stays_out_until_it_has_the_first_one_again(
     fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -226,8 +203,7 @@ def test_a_restarted_engine_of_another_model_stays_out_until_it_has_the_first_on
     deck = Deck(fake_child, lifeline, monkeypatch, notes=tmp_path)
     deck.behaviour = {"decode-0": "model A", "decode-1": "model A"}
     reason = "decode-0 has model B, but the deployment started with model A (of decode-"
-
-    async def scenario() -> None:
+    async with deck.running():
         await deck.supervisor.start()
         for _ in range(3):
             deck.ready.get_nowait()
@@ -243,8 +219,6 @@ def test_a_restarted_engine_of_another_model_stays_out_until_it_has_the_first_on
         deck.behaviour["decode-0"] = "model A"
         assert await deck.ready.get() == "decode-0"
         assert not (tmp_path / "decode-0").exists()
-
-    deck.run(scenario)
     assert [spec.identity for spec in deck.routers] == ["", "A"]
 
 
@@ -265,26 +239,22 @@ def small_cgroup() -> Iterator[Path]:
     group.rmdir()
 
 
-def test_an_engine_that_the_kernel_killed_for_want_of_memory_is_named_so(deck: Deck, small_cgroup: Path) -> None:
+async def test_an_engine_that_the_kernel_killed_for_want_of_memory_is_named_so(deck: Deck, small_cgroup: Path) -> None:
     """A real kill: a child takes 200 MiB in a cgroup of 64 MiB."""
     if num_oom_kills() is None:
         pytest.skip("this kernel does not count its kills")
-
-    async def start() -> None:
+    async with deck.running():
         deck.behaviour["decode-0"] = f"eat {small_cgroup}"
         with pytest.raises(StartupError, match="decode-0 died before it was ready: was killed by the kernel"):
             await deck.supervisor.start()
 
-    deck.run(start)
 
-
-def test_a_running_engine_that_the_kernel_killed_is_named_so(
+async def test_a_running_engine_that_the_kernel_killed_is_named_so(
     deck: Deck, small_cgroup: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if num_oom_kills() is None:
         pytest.skip("this kernel does not count its kills")
-
-    async def scenario() -> None:
+    async with deck.running():
         deck.behaviour["decode-0"] = f"serve and eat {small_cgroup}"
         start = asyncio.ensure_future(deck.supervisor.start())
         while await deck.ready.get() != "decode-0":
@@ -293,19 +263,17 @@ def test_a_running_engine_that_the_kernel_killed_is_named_so(
         while await deck.ready.get() != "decode-0":
             pass
         await start
-
-    deck.run(scenario)
     assert "was killed by the kernel because memory ran out" in caplog.text
 
 
 def test_stop_kills_who_does_not_go(deck: Deck) -> None:
+    async def main() -> None:
+        async with deck.running():
+            await deck.supervisor.start()
+            await clock().passing(deck.supervisor.stop())
+
     deck.behaviour["decode-0"] = "stubborn"
-
-    async def scenario() -> None:
-        await deck.supervisor.start()
-        await clock().passing(deck.supervisor.stop())
-
-    deck.run(scenario, VirtualLoop)
+    run(main(), VirtualLoop)
     assert not deck.newest("decode-0").alive
 
 
@@ -318,8 +286,8 @@ def another(name: str = "decode-2") -> tuple[EngineSpec, EngineAddress]:
     return spec, EngineAddress(name, "decode", spec.endpoint)
 
 
-def test_engines_are_added_and_removed_and_a_restarted_router_is_told_of_those_of_now(deck: Deck) -> None:
-    async def scenario() -> None:
+async def test_engines_are_added_and_removed_and_a_restarted_router_is_told_of_those_of_now(deck: Deck) -> None:
+    async with deck.running():
         await deck.supervisor.start()
         await deck.supervisor.add_engine(*another())
         assert deck.supervisor.pid_of("decode-2") == deck.newest("decode-2").pid
@@ -335,12 +303,12 @@ def test_engines_are_added_and_removed_and_a_restarted_router_is_told_of_those_o
         assert [a.name for a in deck.routers[-1].engines] == ["decode-1", "decode-2"] == list(deck.supervisor.engines)
         assert deck.supervisor.pid_of("decode-0") is None
 
-    deck.run(scenario)
-
 
 @pytest.mark.parametrize(("behaviour", "error"), [("die", StartupError), ("refuse", ConfigError)])
-def test_of_an_engine_that_cannot_be_added_nothing_is_left(deck: Deck, behaviour: str, error: type[Exception]) -> None:
-    async def scenario() -> None:
+async def test_of_an_engine_that_cannot_be_added_nothing_is_left(
+    deck: Deck, behaviour: str, error: type[Exception]
+) -> None:
+    async with deck.running():
         await deck.supervisor.start()
         deck.behaviour["decode-2"] = behaviour
         with pytest.raises(error):
@@ -350,11 +318,9 @@ def test_of_an_engine_that_cannot_be_added_nothing_is_left(deck: Deck, behaviour
         await deck.supervisor.add_engine(*another())
         assert deck.newest("decode-2").alive
 
-    deck.run(scenario)
 
-
-def test_an_engine_that_is_still_starting_can_be_removed(deck: Deck) -> None:
-    async def scenario() -> None:
+async def test_an_engine_that_is_still_starting_can_be_removed(deck: Deck) -> None:
+    async with deck.running():
         await deck.supervisor.start()
         deck.behaviour["decode-2"] = "silent"
         adding = asyncio.ensure_future(deck.supervisor.add_engine(*another()))
@@ -365,13 +331,10 @@ def test_an_engine_that_is_still_starting_can_be_removed(deck: Deck) -> None:
         assert not deck.newest("decode-2").alive
         assert "decode-2" not in deck.supervisor.engines
 
-    deck.run(scenario)
 
-
-def test_a_router_is_not_told_of_an_engine_that_may_never_be_ready(deck: Deck) -> None:
+async def test_a_router_is_not_told_of_an_engine_that_may_never_be_ready(deck: Deck) -> None:
     """Nobody would tell it that there is none, and it would wait for that engine for as long as it lives."""
-
-    async def scenario() -> None:
+    async with deck.running():
         await deck.supervisor.start()
         for _ in range(3):
             deck.ready.get_nowait()
@@ -386,15 +349,12 @@ def test_a_router_is_not_told_of_an_engine_that_may_never_be_ready(deck: Deck) -
             await adding
         assert [a.name for a in deck.routers[-1].engines] == ["decode-0", "decode-1"] == list(deck.supervisor.engines)
 
-    deck.run(scenario)
 
-
-def test_a_restart_that_is_asked_for_is_no_failure_and_takes_all_ranks(
+async def test_a_restart_that_is_asked_for_is_no_failure_and_takes_all_ranks(
     ranked_deck: Deck, caplog: pytest.LogCaptureFixture
 ) -> None:
     deck = ranked_deck
-
-    async def scenario() -> None:
+    async with deck.running():
         await deck.supervisor.start()
         before = [deck.newest(name) for name in ("decode-1", "decode-1.1")]
         spec = deck.supervisor.engines["decode-1"]
@@ -402,14 +362,12 @@ def test_a_restart_that_is_asked_for_is_no_failure_and_takes_all_ranks(
         assert not any(child.alive for child in before)
         assert all(deck.newest(name).alive for name in ("decode-1", "decode-1.1"))
         assert len(deck.started) == 6, "it was asked for twice and done once"
-
-    deck.run(scenario)
     assert not caplog.records
     assert len(set(deck.epochs)) == 3
 
 
-def test_a_restart_that_fails_is_told_and_tried_again(deck: Deck) -> None:
-    async def scenario() -> None:
+async def test_a_restart_that_fails_is_told_and_tried_again(deck: Deck) -> None:
+    async with deck.running():
         await deck.supervisor.start()
         for _ in range(3):
             deck.ready.get_nowait()
@@ -426,14 +384,13 @@ def test_a_restart_that_fails_is_told_and_tried_again(deck: Deck) -> None:
         await deck.supervisor.restart_engine(deck.supervisor.engines["decode-0"])  # it need not wait for the backoff
         assert deck.newest("decode-0").alive
 
-    deck.run(scenario)
 
-
-def test_a_stop_waits_for_the_router_and_keeps_the_engines_for_it(deck: Deck, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_waits_for_the_router_and_keeps_the_engines_for_it(
+    deck: Deck, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_ROUTER_GRACE_S", 0.05)
     deck.behaviour["router"] = "stubborn"
-
-    async def scenario() -> None:
+    async with deck.running():
         await deck.supervisor.start()
         for _ in range(3):
             deck.ready.get_nowait()
@@ -447,19 +404,14 @@ def test_a_stop_waits_for_the_router_and_keeps_the_engines_for_it(deck: Deck, mo
         assert not deck.newest("router").alive
         assert [child.name for child in deck.started].count("router") == 1
 
-    deck.run(scenario)
 
-
-def test_stop_in_the_middle_of_a_start(deck: Deck) -> None:
+async def test_stop_in_the_middle_of_a_start(deck: Deck) -> None:
     deck.behaviour["decode-0"] = "silent"
-
-    async def scenario() -> None:
+    async with deck.running():
         start = asyncio.ensure_future(deck.supervisor.start())
         await deck.ready.get()
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
-
-    deck.run(scenario)
     assert not any(child.alive for child in deck.started)
 
 
@@ -468,26 +420,22 @@ def test_the_backoff_grows_to_a_bound() -> None:
     assert backoff_s(50) == 30.0
 
 
-def test_all_ranks_of_an_engine_start_with_one_epoch_and_a_socket_between_them(ranked_deck: Deck) -> None:
+async def test_all_ranks_of_an_engine_start_with_one_epoch_and_a_socket_between_them(ranked_deck: Deck) -> None:
     deck = ranked_deck
-
-    async def scenario() -> None:
+    async with deck.running():
         await deck.supervisor.start()
         assert {deck.ready.get_nowait() for _ in range(3)} == {"router", "decode-0", "decode-1"}
         assert {child.name for child in deck.started} == {"router", "decode-0", "decode-1", "decode-1.1"}
-
-    deck.run(scenario)
     assert sorted(deck.rank_fds) == [(0, 0), (0, 2), (1, 2)]
     assert len(set(deck.epochs)) == 2
     assert len(set(deck.stores)) == 1
 
 
 @pytest.mark.parametrize("victim", ["decode-1", "decode-1.1"])
-def test_with_one_rank_all_ranks_end_and_come_back(ranked_deck: Deck, victim: str) -> None:
+async def test_with_one_rank_all_ranks_end_and_come_back(ranked_deck: Deck, victim: str) -> None:
     """F5, F24: the other rank waits for nobody, and nothing of the incarnation is left."""
     deck = ranked_deck
-
-    async def scenario() -> None:
+    async with deck.running():
         await deck.supervisor.start()
         for _ in range(3):
             deck.ready.get_nowait()
@@ -498,36 +446,28 @@ def test_with_one_rank_all_ranks_end_and_come_back(ranked_deck: Deck, victim: st
         assert not any(child.alive for child in before)
         assert all(child.alive for child in bystanders)
         assert all(deck.newest(name).alive for name in ("decode-1", "decode-1.1"))
-
-    deck.run(scenario)
     assert len(set(deck.epochs)) == 3
     assert [store.exists() for store in dict.fromkeys(deck.stores)] == [False, True]
 
 
-def test_the_reason_is_that_of_the_rank_that_failed_itself(ranked_deck: Deck, tmp_path: Path) -> None:
+async def test_the_reason_is_that_of_the_rank_that_failed_itself(ranked_deck: Deck, tmp_path: Path) -> None:
     """What missed it may have said so first; the user saw only that."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     ranked_deck.behaviour |= {"decode-1": f"fail behind it {fifo}", "decode-1.1": f"miss a rank {fifo}"}
-
-    async def scenario() -> None:
+    async with ranked_deck.running():
         with pytest.raises(StartupError, match="decode-1: no room"):
             await ranked_deck.supervisor.start()
-
-    ranked_deck.run(scenario)
 
 
 @pytest.mark.parametrize("name", ["decode-1", "decode-1.1"])
 @pytest.mark.parametrize(("behaviour", "error"), [("die", StartupError), ("refuse", ConfigError)])
-def test_a_rank_that_does_not_start_leaves_none_of_its_engine(
+async def test_a_rank_that_does_not_start_leaves_none_of_its_engine(
     ranked_deck: Deck, name: str, behaviour: str, error: type[Exception]
 ) -> None:
     deck = ranked_deck
     deck.behaviour[name] = behaviour
-
-    async def scenario() -> None:
+    async with deck.running():
         with pytest.raises(error):
             await deck.supervisor.start()
         assert not any(child.alive for child in deck.started if child.name.startswith("decode-1"))
-
-    deck.run(scenario)

@@ -98,23 +98,19 @@ def joined(outputs: list[RequestOutput], index: int = 0) -> tuple[str, list[int]
     )
 
 
-def test_concurrent_requests_have_the_tokens_of_transformers(llm: AsyncLLM, model: Path) -> None:
+async def test_concurrent_requests_have_the_tokens_of_transformers(llm: AsyncLLM, model: Path) -> None:
     prompts = [list(range(5 + i, 25 + 2 * i)) for i in range(12)]
     expected = [oracle(model).generate(prompt, 10) for prompt in prompts]
     before = core_of(llm).counters.steps
-
-    async def test() -> None:
-        streams = [llm.generate(prompt, msgspec.structs.replace(GREEDY, max_tokens=10)) for prompt in prompts]
-        found = await asyncio.gather(*map(last_of, streams))
-        clear = [(f.outputs[0].token_ids, e) for f, e in zip(found, expected, strict=True) if e is not None]
-        assert len(clear) >= 6
-        assert [f for f, _ in clear] == [e for _, e in clear]
-
-    run(test())
+    streams = [llm.generate(prompt, msgspec.structs.replace(GREEDY, max_tokens=10)) for prompt in prompts]
+    found = await asyncio.gather(*map(last_of, streams))
+    clear = [(f.outputs[0].token_ids, e) for f, e in zip(found, expected, strict=True) if e is not None]
+    assert len(clear) >= 6
+    assert [f for f, _ in clear] == [e for _, e in clear]
     assert core_of(llm).counters.steps - before < 12 * 10 / 2  # they were batched
 
 
-def test_pieces_join_to_what_the_offline_llm_gives(llm: AsyncLLM, model: Path) -> None:
+async def test_pieces_join_to_what_the_offline_llm_gives(llm: AsyncLLM, model: Path) -> None:
     letters = llm.tokenizer.encode("abcdefghijklmnopqrstuvwxyz")
     likely = dict.fromkeys(letters, 100.0)
     params = [
@@ -125,74 +121,60 @@ def test_pieces_join_to_what_the_offline_llm_gives(llm: AsyncLLM, model: Path) -
     prompts = ["hello there", "The quick brown fox", "x"]
     with LLM(model, **OPTIONS) as offline:
         wholes = offline.generate(prompts, params, progress=False)
-
-    async def test() -> None:
-        asked = [msgspec.structs.replace(p, output_kind=DELTA) for p in params]
-        streams = [llm.generate(prompt, p) for prompt, p in zip(prompts, asked, strict=True)]
-        for whole, outputs in zip(wholes, await asyncio.gather(*map(outputs_of, streams)), strict=True):
-            assert outputs[-1].finished
-            for choice in whole.outputs:
-                entries = [(e.token_id, pytest.approx(e.logprob, abs=1e-3)) for e in choice.logprobs or ()]
-                text, token_ids, logprobs = joined(outputs, choice.index)
-                assert (text, token_ids) == (choice.text, choice.token_ids)
-                assert [(entry.token_id, entry.logprob) for entry in logprobs] == entries
-                [last] = [c for o in outputs for c in o.outputs if c.index == choice.index and c.finish_reason]
-                assert (last.finish_reason, last.stop_reason) == (choice.finish_reason, choice.stop_reason)
-            told = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
-            assert len(told) == (whole.prompt_logprobs is not None)
-        assert wholes[1].outputs[0].finish_reason == "stop"
-
-    run(test())
+    asked = [msgspec.structs.replace(p, output_kind=DELTA) for p in params]
+    streams = [llm.generate(prompt, p) for prompt, p in zip(prompts, asked, strict=True)]
+    for whole, outputs in zip(wholes, await asyncio.gather(*map(outputs_of, streams)), strict=True):
+        assert outputs[-1].finished
+        for choice in whole.outputs:
+            entries = [(e.token_id, pytest.approx(e.logprob, abs=1e-3)) for e in choice.logprobs or ()]
+            text, token_ids, logprobs = joined(outputs, choice.index)
+            assert (text, token_ids) == (choice.text, choice.token_ids)
+            assert [(entry.token_id, entry.logprob) for entry in logprobs] == entries
+            [last] = [c for o in outputs for c in o.outputs if c.index == choice.index and c.finish_reason]
+            assert (last.finish_reason, last.stop_reason) == (choice.finish_reason, choice.stop_reason)
+        told = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+        assert len(told) == (whole.prompt_logprobs is not None)
+    assert wholes[1].outputs[0].finish_reason == "stop"
 
 
-def test_the_kinds_of_outputs(llm: AsyncLLM) -> None:
+async def test_the_kinds_of_outputs(llm: AsyncLLM) -> None:
     async def ask(kind: RequestOutputKind) -> list[RequestOutput]:
         params = msgspec.structs.replace(GREEDY, output_kind=kind)
         return await outputs_of(llm.generate("hello", params, request_id=f"a {kind.value} one"))
 
-    async def test() -> None:
-        cumulative, delta, final = [await ask(kind) for kind in RequestOutputKind]
-        for _ in range(50):  # a reader that is late gets the outputs of several steps as one
-            if len(cumulative) > 2:
-                break
-            cumulative = await ask(RequestOutputKind.CUMULATIVE)
-        assert len(final) == 1
-        assert cumulative[-1].outputs == final[0].outputs
-        assert [o.outputs[0].token_ids for o in cumulative] == [
-            final[0].outputs[0].token_ids[: len(o.outputs[0].token_ids)] for o in cumulative
-        ]
-        assert len(cumulative) > 2
-        assert joined(delta)[:2] == (final[0].outputs[0].text, final[0].outputs[0].token_ids)
-        assert {o.request_id for o in cumulative} == {"a cumulative one"}
-
-    run(test())
+    cumulative, delta, final = [await ask(kind) for kind in RequestOutputKind]
+    for _ in range(50):  # a reader that is late gets the outputs of several steps as one
+        if len(cumulative) > 2:
+            break
+        cumulative = await ask(RequestOutputKind.CUMULATIVE)
+    assert len(final) == 1
+    assert cumulative[-1].outputs == final[0].outputs
+    assert [o.outputs[0].token_ids for o in cumulative] == [
+        final[0].outputs[0].token_ids[: len(o.outputs[0].token_ids)] for o in cumulative
+    ]
+    assert len(cumulative) > 2
+    assert joined(delta)[:2] == (final[0].outputs[0].text, final[0].outputs[0].token_ids)
+    assert {o.request_id for o in cumulative} == {"a cumulative one"}
 
 
-def test_what_a_slow_reader_leaves_comes_at_once(llm: AsyncLLM) -> None:
-    async def test() -> None:
-        params = msgspec.structs.replace(GREEDY, output_kind=DELTA, max_tokens=200)
-        async with aclosing(llm.generate("hello", params)) as stream:
-            outputs = [await anext(stream)]
-            while core_of(llm).requests:
-                await asyncio.sleep(0.01)
-            outputs += await outputs_of(stream)
-        assert len(outputs) == 2
-        assert len(joined(outputs)[1]) == 200
-
-    run(test())
+async def test_what_a_slow_reader_leaves_comes_at_once(llm: AsyncLLM) -> None:
+    params = msgspec.structs.replace(GREEDY, output_kind=DELTA, max_tokens=200)
+    async with aclosing(llm.generate("hello", params)) as stream:
+        outputs = [await anext(stream)]
+        while core_of(llm).requests:
+            await asyncio.sleep(0.01)
+        outputs += await outputs_of(stream)
+    assert len(outputs) == 2
+    assert len(joined(outputs)[1]) == 200
 
 
-def test_a_chat_is_that_of_the_offline_llm(llm: AsyncLLM) -> None:
+async def test_a_chat_is_that_of_the_offline_llm(llm: AsyncLLM) -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
-
-    async def test() -> None:
-        output = await last_of(llm.chat(messages, GREEDY))
-        text = await last_of(llm.generate("[system]Be kind.[user]Hello[assistant]", GREEDY))
-        assert output.outputs == text.outputs
-        with pytest.raises(InvalidRequest, match="a list of messages with a role"):
-            await last_of(llm.chat([], GREEDY))
-
-    run(test())
+    output = await last_of(llm.chat(messages, GREEDY))
+    text = await last_of(llm.generate("[system]Be kind.[user]Hello[assistant]", GREEDY))
+    assert output.outputs == text.outputs
+    with pytest.raises(InvalidRequest, match="a list of messages with a role"):
+        await last_of(llm.chat([], GREEDY))
 
 
 async def begin(llm: AsyncLLM, request_id: str | None = None, n: int = 1) -> AsyncGenerator[RequestOutput, None]:
@@ -209,40 +191,34 @@ async def gone(llm: AsyncLLM) -> None:
     assert core_of(llm).counters.steps - before < core_of(llm).card.max_model_len / 4
 
 
-def test_a_cancelled_task_and_a_closed_stream_give_their_blocks_back(llm: AsyncLLM) -> None:
-    async def test() -> None:
-        for n in (1, 3):
-            task = asyncio.create_task(last_of(llm.generate("hello", msgspec.structs.replace(ENDLESS, n=n))))
-            while not core_of(llm).scheduler.running:
-                await asyncio.sleep(0.002)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await gone(llm)
-            stream = await begin(llm, n=n)
-            await stream.aclose()
-            await gone(llm)
-        stream = await begin(llm)
-        del stream  # asyncio closes what is collected
-        gc.collect()
+async def test_a_cancelled_task_and_a_closed_stream_give_their_blocks_back(llm: AsyncLLM) -> None:
+    for n in (1, 3):
+        task = asyncio.create_task(last_of(llm.generate("hello", msgspec.structs.replace(ENDLESS, n=n))))
+        while not core_of(llm).scheduler.running:
+            await asyncio.sleep(0.002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
         await gone(llm)
+        stream = await begin(llm, n=n)
+        await stream.aclose()
+        await gone(llm)
+    stream = await begin(llm)
+    del stream  # asyncio closes what is collected
+    gc.collect()
+    await gone(llm)
 
-    run(test())
 
-
-def test_an_aborted_request_ends_as_it_stands(llm: AsyncLLM) -> None:
-    async def test() -> None:
-        stream, other = await begin(llm, "mine", n=2), await begin(llm, "other")
-        await llm.abort(["mine", "unknown"])
-        output = await last_of(stream)
-        assert [choice.finish_reason for choice in output.outputs] == ["abort", "abort"]
-        assert 1 <= len(output.outputs[0].token_ids) < 1000
-        assert not (await anext(other)).finished
-        await llm.abort("other")
-        assert (await last_of(other)).outputs[0].finish_reason == "abort"
-        assert (await last_of(llm.generate("hello", GREEDY, "mine"))).outputs[0].finish_reason == "length"
-
-    run(test())
+async def test_an_aborted_request_ends_as_it_stands(llm: AsyncLLM) -> None:
+    stream, other = await begin(llm, "mine", n=2), await begin(llm, "other")
+    await llm.abort(["mine", "unknown"])
+    output = await last_of(stream)
+    assert [choice.finish_reason for choice in output.outputs] == ["abort", "abort"]
+    assert 1 <= len(output.outputs[0].token_ids) < 1000
+    assert not (await anext(other)).finished
+    await llm.abort("other")
+    assert (await last_of(other)).outputs[0].finish_reason == "abort"
+    assert (await last_of(llm.generate("hello", GREEDY, "mine"))).outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -261,33 +237,26 @@ def test_an_aborted_request_ends_as_it_stands(llm: AsyncLLM) -> None:
         ("x", GREEDY, "taken", "request_id must be unique: 'taken' is running"),
     ],
 )
-def test_what_can_never_work_is_an_error_of_its_caller_alone(
+async def test_what_can_never_work_is_an_error_of_its_caller_alone(
     llm: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str | None, message: str
 ) -> None:
-    async def test() -> None:
-        async with aclosing(await begin(llm, "taken")) as other:
-            with pytest.raises(InvalidRequest, match=message):
-                await last_of(llm.generate(prompt, params, request_id))
-            assert not (await anext(other)).finished
-
-    run(test())
+    async with aclosing(await begin(llm, "taken")) as other:
+        with pytest.raises(InvalidRequest, match=message):
+            await last_of(llm.generate(prompt, params, request_id))
+        assert not (await anext(other)).finished
 
 
-def test_parameters_that_only_the_engine_finds_wrong_fail_their_request_alone(
+async def test_parameters_that_only_the_engine_finds_wrong_fail_their_request_alone(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = msgspec.structs.replace(GREEDY, seed=1.5)
     checked = SamplingParams.checked
     monkeypatch.setattr(SamplingParams, "checked", lambda self: self if self is wrong else checked(self))
-
-    async def test() -> None:
-        async with aclosing(await begin(llm, "other")) as other:
-            with pytest.raises(InvalidRequest, match="the sampling parameters cannot be served: TypeError"):
-                await last_of(llm.generate("x", wrong))
-            assert not (await anext(other)).finished
-        assert (await last_of(llm.generate("x", GREEDY))).finished
-
-    run(test())
+    async with aclosing(await begin(llm, "other")) as other:
+        with pytest.raises(InvalidRequest, match="the sampling parameters cannot be served: TypeError"):
+            await last_of(llm.generate("x", wrong))
+        assert not (await anext(other)).finished
+    assert (await last_of(llm.generate("x", GREEDY))).finished
 
 
 def test_a_wrong_field_is_a_config_error(model: Path) -> None:
@@ -307,60 +276,50 @@ async def fresh(model: Path) -> AsyncIterator[AsyncLLM]:
     assert not thread.is_alive()
 
 
-def test_an_engine_that_fails_fails_everybody(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_fails_fails_everybody(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(plan: object) -> None:
         raise MemoryError("no more")
 
-    async def test() -> None:
-        async with fresh(model) as llm:
-            streams = [await begin(llm, name) for name in ("a", "b")]
-            core_of(llm).executor.launch = fail  # type: ignore[assignment, method-assign]
-            for name, stream in zip("ab", streams, strict=True):
-                with pytest.raises(EngineDied, match="the engine failed: MemoryError: no more") as died:
-                    await last_of(stream)
-                assert died.value.request_id == name
-            with pytest.raises(EngineUnavailable, match="no more"):
-                await last_of(llm.generate("x", GREEDY))
-
-    run(test())
+    async with fresh(model) as llm:
+        streams = [await begin(llm, name) for name in ("a", "b")]
+        core_of(llm).executor.launch = fail  # type: ignore[assignment, method-assign]
+        for name, stream in zip("ab", streams, strict=True):
+            with pytest.raises(EngineDied, match="the engine failed: MemoryError: no more") as died:
+                await last_of(stream)
+            assert died.value.request_id == name
+        with pytest.raises(EngineUnavailable, match="no more"):
+            await last_of(llm.generate("x", GREEDY))
     assert "the engine stops after an error" in caplog.text
 
 
-def test_a_shutdown_ends_requests_in_flight(model: Path) -> None:
-    async def test() -> None:
-        async with fresh(model) as llm:
-            stream = await begin(llm)
-            waiting = asyncio.create_task(last_of(await begin(llm)))
-            llm.shutdown()
-            llm.shutdown()
-            for ended in (last_of(stream), waiting):
-                with pytest.raises(RequestAborted, match="shut down"):
-                    await ended
-            with pytest.raises(EngineUnavailable, match="shut down"):
-                await last_of(llm.generate("x", GREEDY))
-            assert not core_of(llm).requests
-
-    run(test())
-
-
-def test_all_choices_of_a_request_are_given_up_though_the_engine_has_ended(model: Path) -> None:
-    llm = AsyncLLM(model, **OPTIONS)
-
-    async def test() -> None:
-        stream = llm.generate(list(range(5, 30)), msgspec.structs.replace(ENDLESS, n=3), "mine")
-        while not all(choice.token_ids for choice in (await anext(stream)).outputs):
-            pass
+async def test_a_shutdown_ends_requests_in_flight(model: Path) -> None:
+    async with fresh(model) as llm:
+        stream = await begin(llm)
+        waiting = asyncio.create_task(last_of(await begin(llm)))
         llm.shutdown()
-        await llm.abort("mine")
-        last = await last_of(stream)
-        assert [choice.finish_reason for choice in last.outputs] == ["abort"] * 3
-        [streams] = llm._streams.values()
-        assert not streams._in_flight
+        llm.shutdown()
+        for ended in (last_of(stream), waiting):
+            with pytest.raises(RequestAborted, match="shut down"):
+                await ended
+        with pytest.raises(EngineUnavailable, match="shut down"):
+            await last_of(llm.generate("x", GREEDY))
+        assert not core_of(llm).requests
 
-    run(test())
+
+async def test_all_choices_of_a_request_are_given_up_though_the_engine_has_ended(model: Path) -> None:
+    llm = AsyncLLM(model, **OPTIONS)
+    stream = llm.generate(list(range(5, 30)), msgspec.structs.replace(ENDLESS, n=3), "mine")
+    while not all(choice.token_ids for choice in (await anext(stream)).outputs):
+        pass
+    llm.shutdown()
+    await llm.abort("mine")
+    last = await last_of(stream)
+    assert [choice.finish_reason for choice in last.outputs] == ["abort"] * 3
+    [streams] = llm._streams.values()
+    assert not streams._in_flight
 
 
-def test_a_step_that_does_not_end_does_not_hold_a_shutdown_for_ever(
+async def test_a_step_that_does_not_end_does_not_hold_a_shutdown_for_ever(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_thread, "STOP_TIMEOUT_S", 0.0)
@@ -373,33 +332,26 @@ def test_a_step_that_does_not_end_does_not_hold_a_shutdown_for_ever(
         return launch(plan)
 
     core_of(llm).executor.launch = hang  # type: ignore[method-assign]
-
-    async def test() -> None:
-        task = asyncio.create_task(last_of(llm.generate("hello", ENDLESS)))
-        await asyncio.to_thread(begun.wait, 60.0)
-        await asyncio.to_thread(llm.shutdown)
-        assert "has not ended within 0 s" in caplog.text
-        may_end.set()
-        with pytest.raises(RequestAborted, match="shut down"):
-            await task
-        llm._engine._thread.join(60.0)
-        assert not llm._engine._thread.is_alive()
-
-    run(test())
+    task = asyncio.create_task(last_of(llm.generate("hello", ENDLESS)))
+    await asyncio.to_thread(begun.wait, 60.0)
+    await asyncio.to_thread(llm.shutdown)
+    assert "has not ended within 0 s" in caplog.text
+    may_end.set()
+    with pytest.raises(RequestAborted, match="shut down"):
+        await task
+    llm._engine._thread.join(60.0)
+    assert not llm._engine._thread.is_alive()
 
 
-def test_two_of_them_in_a_process_do_not_meet(model: Path) -> None:
-    async def test() -> None:
-        async with fresh(model) as first, fresh(model) as second:
-            streams = [llm.generate("hello", GREEDY, "same name") for llm in (first, second)]
-            one, other = await asyncio.gather(*map(last_of, streams))
-            assert one.outputs == other.outputs
-            stream = await begin(second)
-            await asyncio.to_thread(first.shutdown)
-            assert not (await anext(stream)).finished
-            await stream.aclose()
-
-    run(test())
+async def test_two_of_them_in_a_process_do_not_meet(model: Path) -> None:
+    async with fresh(model) as first, fresh(model) as second:
+        streams = [llm.generate("hello", GREEDY, "same name") for llm in (first, second)]
+        one, other = await asyncio.gather(*map(last_of, streams))
+        assert one.outputs == other.outputs
+        stream = await begin(second)
+        await asyncio.to_thread(first.shutdown)
+        assert not (await anext(stream)).finished
+        await stream.aclose()
 
 
 def test_a_loop_that_is_closed_early_takes_its_requests_with_it(llm: AsyncLLM) -> None:

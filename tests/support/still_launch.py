@@ -1,10 +1,9 @@
 """A launch whose engines are never started, and what stands for its router: tests of who commands it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
-
-from coroutines import run as run_on_loop
 
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import StartupError
@@ -15,7 +14,6 @@ from pdkv.launch.plan import plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import ADMIN_SOCKET, RunDirectory
 from pdkv.launch.supervisor import Supervisor
-from pdkv.testing import VirtualLoop
 
 
 class StillSupervisor(Supervisor):
@@ -36,8 +34,9 @@ def make_control(run_dir: RunDirectory, launch: LaunchConfig, **engine: Any) -> 
     )  # fmt: skip
 
 
-def run(control: FleetControl, scenario: Callable[[], Awaitable[None]], *, answer: bytes | None = None) -> None:
-    """On a loop with virtual time, with a router that says which engines it has, or always the same."""
+@contextlib.asynccontextmanager
+async def commanded(control: FleetControl, *, answer: bytes | None = None) -> AsyncIterator[None]:
+    """With a router that says which engines it has, or always the same."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -48,8 +47,5 @@ def run(control: FleetControl, scenario: Callable[[], Awaitable[None]], *, answe
         writer.write(answer or b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         writer.close()
 
-    async def main() -> None:
-        async with await asyncio.start_unix_server(serve, str(control.run_dir.path / ADMIN_SOCKET)):
-            await scenario()
-
-    run_on_loop(main(), VirtualLoop)
+    async with await asyncio.start_unix_server(serve, str(control.run_dir.path / ADMIN_SOCKET)):
+        yield

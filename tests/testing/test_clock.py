@@ -153,8 +153,10 @@ def test_timers_of_an_event_loop_count_by_the_clock_of_a_test(loop_factory: type
         loop.call_later(0, seen.append, "now")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(DAY_S / 2):
-                await loop.clock.passing(asyncio.Event().wait())
+                await loop.clock.passing(asyncio.Event().wait(), DAY_S)
         assert (seen, loop.time()) == (["now", "first"], began + DAY_S / 2)
+        with pytest.raises(TimeoutError, match="no end within 60 s of the clock"):
+            await loop.clock.passing(asyncio.Event().wait(), within_s=60.0)
         waiting = asyncio.ensure_future(asyncio.sleep(0))
         assert await asyncio.wait({waiting}, timeout=DAY_S) == ({waiting}, set())
         assert await asyncio.to_thread(threading.current_thread) is not threading.current_thread()

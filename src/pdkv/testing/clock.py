@@ -93,14 +93,21 @@ class VirtualClock(Clock):
             with waiter.condition:
                 waiter.condition.notify_all()
 
-    async def passing(self, awaitable: Awaitable[T]) -> T:
-        """Await what ends by a deadline: the time moves to the next planned call, and again after turns of the loop."""
-        task = asyncio.ensure_future(awaitable)
+    async def passing(self, awaitable: Awaitable[T], within_s: float = 3600.0) -> T:
+        """Await what ends by a deadline: the time moves to the next planned call, and again after turns of the loop.
+
+        Raises:
+            TimeoutError: it has not ended before a call that is planned for later than `within_s` from now.
+        """
+        task, end = asyncio.ensure_future(awaitable), self._time + within_s
         while not task.done():
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
             with self._changed:
                 at = min((planned.at for planned in self._calls if planned.call is not None), default=self._time)
+            if at > end:
+                task.cancel()
+                raise TimeoutError(f"no end within {within_s:g} s of the clock")
             self.advance(max(at - self._time, 0.0))
         return await task
 

@@ -93,13 +93,13 @@ DEFECTS = {
         "engine/outside/loads.py",
         r"x\.deadline <= now and",
         "x.deadline <= now - 1e9 and",
-        "engine/outside/test_external.py engine/outside/test_partial_loads.py",
+        "decode/test_decode_role.py",
     ),
     "a lease has no deadline": Defect(
         "prefill/leases.py", r"if lease\.deadline <= now\]", "if lease.deadline <= now - 1e9]", "prefill"
     ),
     "a request of an engine has no deadline": Defect(
-        "engine/core.py", r"if r\.deadline <= now\]", "if r.deadline <= now - 1e9]", "engine/test_core.py"
+        "engine/request_book.py", r"if r\.deadline <= now\]", "if r.deadline <= now - 1e9]", "engine/test_core.py"
     ),
     "only the first child of a multi connector is looked at": Defect(
         "connectors/multi/scheduler.py",

@@ -1,8 +1,9 @@
 """Whose fault a failure is: an engine's that others contradict, a request's that two engines fail, or a client's."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -180,20 +181,18 @@ class Streams:
         with pytest.raises(RequestTimeout, match=r"^the request took longer than 10 s$"):
             await collect(generation)
 
-    def run(self, body: Callable[[], Awaitable[None]]) -> None:
-        async def main(system: System) -> None:
-            await body()
-            for backend in system.backends.values():
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with live(self.system):
+            yield
+            for backend in self.system.backends.values():
                 backend.engine.tasks.clear()
 
-        run(self.system, main)
 
-
-def test_a_client_s_own_deadline_is_not_held_against_an_engine_that_still_sends() -> None:
+async def test_a_client_s_own_deadline_is_not_held_against_an_engine_that_still_sends() -> None:
     """F42: one tenant with a short deadline and long answers moved everybody's requests off a well engine."""
     streams = Streams()
-
-    async def body() -> None:
+    async with streams.running():
         for _ in range(2 * MIN_EVENTS):
             generation = streams.start()
             for _ in range(10):
@@ -202,15 +201,12 @@ def test_a_client_s_own_deadline_is_not_held_against_an_engine_that_still_sends(
             await streams.expire(generation)
         assert num_failures(streams.system, "any-0") == 0
 
-    streams.run(body)
-
 
 @pytest.mark.parametrize(("gap_s", "num_gaps", "is_blamed"), [(0.1, 40, True), (0.1, 60, False), (1.5, 2, False)])
-def test_an_engine_that_stops_sending_is_blamed(gap_s: float, num_gaps: int, is_blamed: bool) -> None:
+async def test_an_engine_that_stops_sending_is_blamed(gap_s: float, num_gaps: int, is_blamed: bool) -> None:
     """After 5 s, or five times the usual gap: the first stream is silent for 6 s, the second for 4, the third for 7."""
     streams = Streams()
-
-    async def body() -> None:
+    async with streams.running():
         generation = streams.start()
         streams.say_tokens(generation, 1)
         for _ in range(num_gaps):
@@ -219,13 +215,10 @@ def test_an_engine_that_stops_sending_is_blamed(gap_s: float, num_gaps: int, is_
         await streams.expire(generation)
         assert num_failures(streams.system, "any-0") == is_blamed
 
-    streams.run(body)
 
-
-def test_an_engine_that_was_asked_at_the_last_moment_is_not_blamed_for_the_deadline() -> None:
+async def test_an_engine_that_was_asked_at_the_last_moment_is_not_blamed_for_the_deadline() -> None:
     streams = Streams()
-
-    async def body() -> None:
+    async with streams.running():
         generation = streams.start()
         streams.now += 9.0
         streams.system.backends["any-0"].die()
@@ -233,18 +226,13 @@ def test_an_engine_that_was_asked_at_the_last_moment_is_not_blamed_for_the_deadl
         await streams.expire(generation)
         assert num_failures(streams.system, "any-1") == 0
 
-    streams.run(body)
 
-
-def test_a_deadline_that_is_seen_a_little_early_is_named() -> None:
+async def test_a_deadline_that_is_seen_a_little_early_is_named() -> None:
     """Event loops round their timers: 504s said that no token had come for 600 s, of a request of a millisecond."""
     streams = Streams()
-
-    async def body() -> None:
+    async with streams.running():
         generation = streams.start()
         streams.now = generation.flow.deadline - TIMER_SLACK_S / 2
         streams.system.dispatcher._expire(generation)
         with pytest.raises(RequestTimeout, match=r"^the request took longer than 10 s$"):
             await collect(generation)
-
-    streams.run(body)

@@ -110,38 +110,34 @@ def test_a_request_has_its_keys_terms_whatever_its_client_says(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_texts_without_a_generation_are_requests_of_their_key_too(path: str, tmp_path: Path) -> None:
+async def test_texts_without_a_generation_are_requests_of_their_key_too(path: str, tmp_path: Path) -> None:
     rig = Rig(tmp_path, limits="max_requests = 1\n")
     body = {"prompt": "x"} if path == "/tokenize" else {"tokens": [5]}
+    waiting = Exchange("POST", path, b"", rig.headers("a"))
+    reading, came = asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        waiting = Exchange("POST", path, b"", rig.headers("a"))
-        reading, came = asyncio.Event(), asyncio.Event()
+    async def slow() -> Any:
+        if came.is_set():
+            return await asyncio.Event().wait()  # the client stays
+        reading.set()
+        await came.wait()
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
 
-        async def slow() -> Any:
-            if came.is_set():
-                return await asyncio.Event().wait()  # the client stays
-            reading.set()
-            await came.wait()
-            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-
-        task = asyncio.create_task(rig.app(waiting.scope, slow, waiting.send))  # type: ignore[arg-type]
-        await reading.wait()
-        refused = await call(rig.app, "POST", path, body, rig.headers("a"))
-        assert (refused.status, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
-        assert (await rig.post("a")).status == 429
-        assert (await call(rig.app, "POST", path, body, rig.headers("b"))).status == 200
-        came.set()
-        await task
-        assert waiting.status == 200
-        assert (await call(rig.app, "POST", path, body, rig.headers("a"))).status == 200
-        rig.admission.drain()
-        stopping = await call(rig.app, "POST", path, body, rig.headers("b"))
-        assert (stopping.status, stopping.json()["error"]["code"]) == (503, "draining")
-        assert {tenant.num_requests for tenant in rig.ring.tenants} == {0}
-
-    run(main())
+    task = asyncio.create_task(rig.app(waiting.scope, slow, waiting.send))  # type: ignore[arg-type]
+    await reading.wait()
+    refused = await call(rig.app, "POST", path, body, rig.headers("a"))
+    assert (refused.status, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+    assert (await rig.post("a")).status == 429
+    assert (await call(rig.app, "POST", path, body, rig.headers("b"))).status == 200
+    came.set()
+    await task
+    assert waiting.status == 200
+    assert (await call(rig.app, "POST", path, body, rig.headers("a"))).status == 200
+    rig.admission.drain()
+    stopping = await call(rig.app, "POST", path, body, rig.headers("b"))
+    assert (stopping.status, stopping.json()["error"]["code"]) == (503, "draining")
+    assert {tenant.num_requests for tenant in rig.ring.tenants} == {0}
 
 
 def test_no_page_and_no_error_shows_a_key_a_hash_or_a_salt(tmp_path: Path) -> None:
@@ -161,7 +157,7 @@ def cache(request: GenerateRequest, seen: set[tuple[str, tuple[int, ...]]]) -> i
     return len(request.prompt_token_ids) if key in seen else seen.add(key) or 0
 
 
-def test_cached_tokens_say_nothing_about_another_keys_prompts(tmp_path: Path) -> None:
+async def test_cached_tokens_say_nothing_about_another_keys_prompts(tmp_path: Path) -> None:
     """Attack 16: `cached_tokens` told what others had asked. With and without a salt of the client's own."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     rig = Rig(tmp_path)
@@ -184,15 +180,12 @@ def test_cached_tokens_say_nothing_about_another_keys_prompts(tmp_path: Path) ->
         assert reply.status == 200, reply.body
         return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    async def main() -> None:
-        for salt in ({}, {"cache_salt": "shared"}):
-            assert await cached("a", **salt) == 0
-            assert await cached("a", **salt) > 0
-            assert await cached("b", **salt) == 0
-        for salt in {request.cache_salt for request in rig.dispatcher.requests}:  # nor can a client claim another's
-            assert await cached("b", cache_salt=salt) == 0
-
-    run(main())
+    for salt in ({}, {"cache_salt": "shared"}):
+        assert await cached("a", **salt) == 0
+        assert await cached("a", **salt) > 0
+        assert await cached("b", **salt) == 0
+    for salt in {request.cache_salt for request in rig.dispatcher.requests}:  # nor can a client claim another's
+        assert await cached("b", cache_salt=salt) == 0
 
 
 def test_a_cache_salt_can_be_required() -> None:
@@ -357,36 +350,32 @@ async def test_a_key_that_has_its_part_of_the_queue_is_429_before_its_body_is_re
     await asyncio.gather(*tasks)
 
 
-def test_a_queue_that_fills_while_a_body_arrives_is_429_before_it_is_tokenized(
+async def test_a_queue_that_fills_while_a_body_arrives_is_429_before_it_is_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path, admission={"max_queued_requests": 1})
     rig.dispatcher.num_slots = 0
+    arrived, read = asyncio.Event(), asyncio.Event()
+    late = Exchange("POST", "/v1/completions", json.dumps(BODY).encode(), rig.headers("b"))
 
-    async def main() -> None:
-        arrived, read = asyncio.Event(), asyncio.Event()
-        late = Exchange("POST", "/v1/completions", json.dumps(BODY).encode(), rig.headers("b"))
+    async def receive() -> Any:
+        arrived.set()
+        await read.wait()
+        return await late.receive()
 
-        async def receive() -> Any:
-            arrived.set()
-            await read.wait()
-            return await late.receive()
-
-        late_task = asyncio.ensure_future(rig.app(late.scope, receive, late.send))
-        await arrived.wait()
-        _, task = rig.begin("a")
-        while not rig.admission.num_waiting:
-            await asyncio.sleep(0)
-        monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it is tokenized"))
-        read.set()
-        await late_task
-        assert (late.status, late.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert "connection" not in late.headers, "its body is read: the connection goes on"
-        rig.dispatcher.give_room(1)
-        (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
-        await task
-
-    run(main())
+    late_task = asyncio.ensure_future(rig.app(late.scope, receive, late.send))
+    await arrived.wait()
+    _, task = rig.begin("a")
+    while not rig.admission.num_waiting:
+        await asyncio.sleep(0)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it is tokenized"))
+    read.set()
+    await late_task
+    assert (late.status, late.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert "connection" not in late.headers, "its body is read: the connection goes on"
+    rig.dispatcher.give_room(1)
+    (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
+    await task
 
 
 async def test_a_client_that_leaves_while_it_waits_leaves_no_trace() -> None:

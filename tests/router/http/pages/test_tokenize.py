@@ -113,7 +113,7 @@ def test_version_and_ping() -> None:
         assert run(call(app, method, "/ping")).status == 503
 
 
-def test_load_is_the_number_of_requests_that_have_not_ended() -> None:
+async def test_load_is_the_number_of_requests_that_have_not_ended() -> None:
     dispatcher = FakeDispatcher()
     app = make_app(dispatcher)
 
@@ -121,13 +121,10 @@ def test_load_is_the_number_of_requests_that_have_not_ended() -> None:
         number: int = (await call(app, "GET", "/load")).json()["server_load"]
         return number
 
-    async def main() -> None:
-        assert await load() == 0
-        _, task = begin(app, "POST", "/v1/completions", {"prompt": "x"})
-        generation = await dispatcher.next_generation(0)
-        assert await load() == 1
-        generation.put(tokens(*ids("a"), end="stop"))
-        await task
-        assert await load() == 0
-
-    run(main())
+    assert await load() == 0
+    _, task = begin(app, "POST", "/v1/completions", {"prompt": "x"})
+    generation = await dispatcher.next_generation(0)
+    assert await load() == 1
+    generation.put(tokens(*ids("a"), end="stop"))
+    await task
+    assert await load() == 0

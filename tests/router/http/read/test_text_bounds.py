@@ -239,51 +239,44 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_turns_go_by_key_and_what_was_used_of_a_processor_counts() -> None:
+async def test_turns_go_by_key_and_what_was_used_of_a_processor_counts() -> None:
     """F31. One key's work is longer than its texts explain; the other's, sent behind it, has its turns first."""
+    pool = TextPool()
+    gate, order = Gate(), list[str]()
 
-    async def main() -> None:
-        pool = TextPool()
-        gate, order = Gate(), list[str]()
+    def work(name: str, seconds: float) -> Callable[[Callable[[], bool]], None]:
+        return lambda cancelled: (spin(seconds), order.append(name))[1]
 
-        def work(name: str, seconds: float) -> Callable[[Callable[[], bool]], None]:
-            return lambda cancelled: (spin(seconds), order.append(name))[1]
-
-        tasks = [asyncio.create_task(pool.run(3000, gate.work, "another"))]
-        await asyncio.to_thread(gate.entered.wait)
-        tasks += [asyncio.create_task(pool.run(3000, work("a", 0.1), "a")) for _ in range(3)]
-        tasks += [asyncio.create_task(pool.run(3000, work("b", 0.0), "b")) for _ in range(3)]
-        await asyncio.sleep(0)
-        gate.open.set()
-        await asyncio.gather(*tasks)
-        assert order == ["a", "b", "b", "b", "a", "a"]
-        pool.close()
-
-    run(main())
+    tasks = [asyncio.create_task(pool.run(3000, gate.work, "another"))]
+    await asyncio.to_thread(gate.entered.wait)
+    tasks += [asyncio.create_task(pool.run(3000, work("a", 0.1), "a")) for _ in range(3)]
+    tasks += [asyncio.create_task(pool.run(3000, work("b", 0.0), "b")) for _ in range(3)]
+    await asyncio.sleep(0)
+    gate.open.set()
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b", "b", "b", "a", "a"]
+    pool.close()
 
 
-def test_what_takes_longer_than_its_text_explains_is_done_apart_from_texts() -> None:
-    async def main() -> None:
-        pool = TextPool()
-        gate, threads = Gate(), list[str]()
+async def test_what_takes_longer_than_its_text_explains_is_done_apart_from_texts() -> None:
+    pool = TextPool()
+    gate, threads = Gate(), list[str]()
 
-        def schema(cancelled: Callable[[], bool]) -> str:
-            threads.append(threading.current_thread().name.rpartition("_")[0])
-            if threads[-1] == "text-schemas":
-                return gate.work(cancelled)
-            while not cancelled():
-                pass
-            raise RequestAborted("it is over", request_id="")
+    def schema(cancelled: Callable[[], bool]) -> str:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        if threads[-1] == "text-schemas":
+            return gate.work(cancelled)
+        while not cancelled():
+            pass
+        raise RequestAborted("it is over", request_id="")
 
-        task = asyncio.create_task(pool.run(3000, schema, "a"))
-        await asyncio.to_thread(gate.entered.wait)
-        assert await pool.run(3000, lambda cancelled: "text", "a") == "text"
-        gate.open.set()
-        assert await task == "done"
-        assert threads == ["text-short", "text-schemas"]
-        pool.close()
-
-    run(main())
+    task = asyncio.create_task(pool.run(3000, schema, "a"))
+    await asyncio.to_thread(gate.entered.wait)
+    assert await pool.run(3000, lambda cancelled: "text", "a") == "text"
+    gate.open.set()
+    assert await task == "done"
+    assert threads == ["text-short", "text-schemas"]
+    pool.close()
 
 
 async def test_a_pool_that_is_closed_drops_what_waits() -> None:
@@ -416,7 +409,7 @@ def test_a_refused_body_is_freed_without_the_collector(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_200_long_prompts_at_once_take_two_threads_and_no_turn_of_the_event_loop(
+async def test_200_long_prompts_at_once_take_two_threads_and_no_turn_of_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """Template and tokenizer run beside the event loop, a prompt at a time on each of two threads; /health is asked
@@ -439,23 +432,20 @@ def test_200_long_prompts_at_once_take_two_threads_and_no_turn_of_the_event_loop
             with busy:
                 now -= 1
 
-    async def main() -> None:
-        monkeypatch.setattr(Tokenizer, "encode", counting)
-        sizes = [5_000 + 100 * i if i % 2 else 70_000 for i in range(200)]
-        texts = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
-        tasks = []
-        for size in sizes:
-            body = json.dumps({"model": MODEL, "max_tokens": 1, "truncate_prompt_tokens": 20, **texts})
-            body = body.replace('"x"', '"' + "long " * (size // 5) + '"')
-            tasks.append(asyncio.create_task(call(app, "POST", path, body.encode())))
-        num_health = 0
-        while not all(task.done() for task in tasks):
-            assert (await call(app, "GET", "/health")).status == 200
-            num_health += 1
-        assert {task.result().status for task in tasks} == {200}
-        assert num_health > 10
-
-    run(main())
+    monkeypatch.setattr(Tokenizer, "encode", counting)
+    sizes = [5_000 + 100 * i if i % 2 else 70_000 for i in range(200)]
+    texts = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    tasks = []
+    for size in sizes:
+        body = json.dumps({"model": MODEL, "max_tokens": 1, "truncate_prompt_tokens": 20, **texts})
+        body = body.replace('"x"', '"' + "long " * (size // 5) + '"')
+        tasks.append(asyncio.create_task(call(app, "POST", path, body.encode())))
+    num_health = 0
+    while not all(task.done() for task in tasks):
+        assert (await call(app, "GET", "/health")).status == 200
+        num_health += 1
+    assert {task.result().status for task in tasks} == {200}
+    assert num_health > 10
     assert sum(threads.values()) >= 200
     assert len(threads) == 2
     assert most <= 2

@@ -4,7 +4,6 @@ import asyncio
 import random
 
 import pytest
-from asgi_client import run
 
 from pdkv.errors import ServerBusy
 from pdkv.router.http.server.budget import SMALL_BYTES, ByteBudget, Held
@@ -106,7 +105,7 @@ async def test_a_key_holds_as_much_as_it_leaves_free_and_another_has_its_turn_be
     assert (bodies.num_waiting, bodies.held) == (0, 0)
 
 
-def test_requests_that_wait_for_each_others_bytes_all_come_to_their_end() -> None:
+async def test_requests_that_wait_for_each_others_bytes_all_come_to_their_end() -> None:
     """Each takes its bytes piece by piece, and lets go when it has all: too much is asked for, and the bound holds."""
     rng = random.Random(5)
 
@@ -122,20 +121,15 @@ def test_requests_that_wait_for_each_others_bytes_all_come_to_their_end() -> Non
         finally:
             bodies.give(held)
 
-    async def main() -> None:
-        bodies = budget()
-        sizes = [rng.choice([KIB, 60 * KIB, MIB, LARGEST]) for _ in range(60)]
-        tasks = [asyncio.ensure_future(request(bodies, size)) for size in sizes]
-        await turns()
-        for task in tasks[::7]:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [
-            result for result in results if result is not None and not isinstance(result, asyncio.CancelledError)
-        ] == []
-        assert (bodies.num_waiting, bodies.held) == (0, 0)
-
-    run(main())
+    bodies = budget()
+    sizes = [rng.choice([KIB, 60 * KIB, MIB, LARGEST]) for _ in range(60)]
+    tasks = [asyncio.ensure_future(request(bodies, size)) for size in sizes]
+    await turns()
+    for task in tasks[::7]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [result for result in results if result is not None and not isinstance(result, asyncio.CancelledError)] == []
+    assert (bodies.num_waiting, bodies.held) == (0, 0)
 
 
 async def test_who_gives_up_keeps_nobody_waiting() -> None:

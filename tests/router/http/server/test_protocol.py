@@ -324,21 +324,17 @@ async def refused_by(state: ServerState) -> None:
         await asyncio.sleep(0)
 
 
-def test_writing_behind_the_end_of_a_connection_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+async def test_writing_behind_the_end_of_a_connection_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """A pipelined request is refused while the first is served; its client has closed."""
-
-    async def main() -> None:
-        dispatcher = FakeDispatcher()
-        async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
-            await client.send(post(COMPLETIONS, PROMPT, "connection: close") + get("/health") * 3)
-            generation = await dispatcher.next_generation(0)
-            [connection] = server.state.connections
-            connection.transport.close()
-            generation.put(tokens(*ids("ab"), end="stop"))
-            assert await client.at_end()
-
     caplog.set_level(logging.WARNING)
-    run(main(), event_loop)
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+        await client.send(post(COMPLETIONS, PROMPT, "connection: close") + get("/health") * 3)
+        generation = await dispatcher.next_generation(0)
+        [connection] = server.state.connections
+        connection.transport.close()
+        generation.put(tokens(*ids("ab"), end="stop"))
+        assert await client.at_end()
     assert not caplog.records
 
 
@@ -351,7 +347,7 @@ async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("size", [64 << 20, 4 << 20], ids=["the server waits to write", "all is written"])
 @pytest.mark.parametrize("header", ["connection: close", "connection: keep-alive"])
-def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, header: str) -> None:
+async def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, header: str) -> None:
     """It asks for more than the sockets hold: the connection, and what the application waits for, end all the same."""
 
     async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -361,15 +357,12 @@ def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, hea
             await send({"type": "http.response.body", "body": bytes(4 << 20), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def main() -> None:
-        async with serving(large_app) as server:
-            with socket.create_connection(("127.0.0.1", server.port)) as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.sendall(get("/", header))
-                await served(server.state, 1)
-                await clock().passing(ends(server.state))
-
-    run(main(), event_loop)
+    async with serving(large_app) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.sendall(get("/", header))
+            await served(server.state, 1)
+            await clock().passing(ends(server.state))
 
 
 async def ends(state: ServerState) -> None:
@@ -590,7 +583,7 @@ def test_limits_that_cannot_be_are_refused(fields: dict, word: str) -> None:
         HttpLimits(**fields)
 
 
-def test_a_client_has_the_address_that_it_has_and_not_the_one_that_it_says() -> None:
+async def test_a_client_has_the_address_that_it_has_and_not_the_one_that_it_says() -> None:
     seen = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -598,10 +591,7 @@ def test_a_client_has_the_address_that_it_has_and_not_the_one_that_it_says() -> 
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    async def main() -> None:
-        async with serving(app) as server, connected(server.port) as client:
-            await client.send(get("/", f"x-forwarded-for: {'192.0.2.1' * 999}", "x-forwarded-proto: https"))
-            assert (await client.reply()).status == 200
-
-    run(main(), event_loop)
+    async with serving(app) as server, connected(server.port) as client:
+        await client.send(get("/", f"x-forwarded-for: {'192.0.2.1' * 999}", "x-forwarded-proto: https"))
+        assert (await client.reply()).status == 200
     assert seen == [("127.0.0.1", "http")]

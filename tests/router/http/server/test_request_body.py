@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from coroutines import clock, run
+from coroutines import clock
 from fake_dispatcher import FakeDispatcher, say
 from http_server import Client, Serving, connected, post, serving
 from small_app import MODEL, ids, make_app
@@ -45,7 +45,7 @@ async def waiting(bodies: ByteBudget, number: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_more_large_bodies_than_there_is_room_for_are_all_served() -> None:
+async def test_more_large_bodies_than_there_is_room_for_are_all_served() -> None:
     """Announced or in chunks; and what they hold together stays within the bound."""
     limits = HttpLimits()
     bodies, worst = budget(limits), 0
@@ -62,13 +62,10 @@ def test_more_large_bodies_than_there_is_room_for_are_all_served() -> None:
                 await asyncio.sleep(0)
             return reply.result().status
 
-    async def main() -> None:
-        app = make_app(FakeDispatcher(say(ids("ab"))), limits=limits, bodies=bodies)
-        async with serving(app, limits, bodies=bodies) as server:
-            requests = [post(COMPLETIONS, body), chunked] * 8
-            assert await asyncio.gather(*(ask(server, request) for request in requests)) == [200] * 16
-
-    run(main(), event_loop)
+    app = make_app(FakeDispatcher(say(ids("ab"))), limits=limits, bodies=bodies)
+    async with serving(app, limits, bodies=bodies) as server:
+        requests = [post(COMPLETIONS, body), chunked] * 8
+        assert await asyncio.gather(*(ask(server, request) for request in requests)) == [200] * 16
     assert 8 << 20 < worst <= limits.max_body_memory, worst
 
 

@@ -111,7 +111,7 @@ class _Recorded:
         self._connection.write(data)
 
 
-def test_a_reply_of_the_server_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reply_of_the_server_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
 
     class Recording(ResponseTransport):
@@ -122,13 +122,10 @@ def test_a_reply_of_the_server_is_one_write(monkeypatch: pytest.MonkeyPatch) -> 
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
         await send({"type": "http.response.body", "body": b"done"})
 
-    async def main() -> None:
-        async with serving(app) as server, connected(server.port) as client:
-            for _ in range(3):
-                await client.send(get("/"))
-                assert (await client.reply()).body == b"done"
-
     monkeypatch.setattr(limits, "ResponseTransport", Recording)
-    run(main())
+    async with serving(app) as server, connected(server.port) as client:
+        for _ in range(3):
+            await client.send(get("/"))
+            assert (await client.reply()).body == b"done"
     assert len(writes) == 3
     assert all(data.startswith(b"HTTP/1.1 200") and data.endswith(b"done") for data in writes)

@@ -129,7 +129,7 @@ async def test_old_versions_of_tls_are_refused(files: Certificates) -> None:
 
 
 @pytest.mark.parametrize("reqs", [None, "required", "optional"])
-def test_clients_are_known_by_their_certificates(files: Certificates, other: Certificates, reqs: Any) -> None:
+async def test_clients_are_known_by_their_certificates(files: Certificates, other: Certificates, reqs: Any) -> None:
     async def status(server: Serving, own: Certificates | None) -> int:
         try:
             async with connected(server.port, client_context(files, own)) as client:
@@ -138,15 +138,12 @@ def test_clients_are_known_by_their_certificates(files: Certificates, other: Cer
         except (OSError, EOFError):  # with TLS 1.3 a client hears of it when it reads
             return 0
 
-    async def main() -> None:
-        tls = Tls(config(files, ssl_ca_certs=files.authority, ssl_cert_reqs=reqs))
-        async with serving(bytes_app, tls=tls) as server:
-            assert await status(server, files) == 200
-            assert await status(server, other) == 0
-            assert await status(server, None) == (200 if reqs == "optional" else 0)
-            await ends(server)
-
-    run(main(), event_loop)
+    tls = Tls(config(files, ssl_ca_certs=files.authority, ssl_cert_reqs=reqs))
+    async with serving(bytes_app, tls=tls) as server:
+        assert await status(server, files) == 200
+        assert await status(server, other) == 0
+        assert await status(server, None) == (200 if reqs == "optional" else 0)
+        await ends(server)
 
 
 @pytest.mark.parametrize("first", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n", bytes(100_000)])
@@ -200,7 +197,7 @@ async def test_without_room_a_connection_ends_before_its_handshake(files: Certif
         await ends(server)
 
 
-def test_a_renewed_certificate_is_for_those_who_come_then(
+async def test_a_renewed_certificate_is_for_those_who_come_then(
     files: Certificates, other: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -218,23 +215,20 @@ def test_a_renewed_certificate_is_for_those_who_come_then(
             await client.send(get("/1"))
             assert (await client.reply()).status == 200
 
-    async def main() -> None:
-        async with serving(bytes_app, tls=tls) as server, connected(server.port, client_context(files)) as old:
-            copy(other)
+    async with serving(bytes_app, tls=tls) as server, connected(server.port, client_context(files)) as old:
+        copy(other)
+        await ask(server, files)
+        tls.reload()
+        assert f"the certificate of {certificate} is in force" in caplog.text
+        await ask(server, other)
+        with pytest.raises(ssl.SSLCertVerificationError):
             await ask(server, files)
-            tls.reload()
-            assert f"the certificate of {certificate} is in force" in caplog.text
-            await ask(server, other)
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await ask(server, files)
-            await old.send(get("/7"))
-            assert len((await old.reply()).body) == 7
-            shutil.copy(files.certificate, certificate)  # and no key of it yet
-            tls.reload()
-            assert "the certificate stays as it is: --ssl-certfile: the certificate and the private key" in caplog.text
-            await ask(server, other)
-
-    run(main(), event_loop)
+        await old.send(get("/7"))
+        assert len((await old.reply()).body) == 7
+        shutil.copy(files.certificate, certificate)  # and no key of it yet
+        tls.reload()
+        assert "the certificate stays as it is: --ssl-certfile: the certificate and the private key" in caplog.text
+        await ask(server, other)
 
 
 @pytest.mark.parametrize("size", [64 << 20, 4 << 20, 1000], ids=["much", "some", "little"])
