@@ -80,7 +80,9 @@ def tail_indexed(patch: Patch) -> None:
 
 def attempt_ignored(patch: Patch) -> None:
     """All attempts of a transfer are one."""
-    patch.setattr(Request, "transfer_key", property(lambda self: TransferKey(self.submit.transfer_id, 0)))
+    patch.setattr(
+        Request, "transfer_key", property(lambda self: TransferKey(self.submit.transfer_id, 0), lambda self, key: None)
+    )
     patch.setattr(RequestView, "transfer_key", property(lambda self: TransferKey(self.transfer_id, 0)))
 
 
