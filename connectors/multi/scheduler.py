@@ -89,7 +89,7 @@ class MultiScheduler(SchedulerConnector):
         self.sending = SendingTable()
         self._engine = config.engine
         self._children = children
-        kinds = [child.connector.kind for child in children]
+        kinds = [child.plan.kind for child in children]
         self._pushing = kinds.index("push") if "push" in kinds else None
         self._schedulers = schedulers
         self._nothing = [NO_TRANSFERS for _ in schedulers]
@@ -166,7 +166,7 @@ class MultiScheduler(SchedulerConnector):
             return False  # after a loan the engine asks anew: what is found then is not the lender's
         for index, (child, scheduler) in enumerate(zip(self._children, self._schedulers, strict=True)):
             view = self.views.request(request, index)
-            if index == load.child or child.connector.kind == "push" or view is None:
+            if index == load.child or child.plan.kind == "push" or view is None:
                 continue  # a push would need a ticket, and the peer has one already
             if view.kv_ready is None:
                 view = msgspec.structs.replace(view, kv_ready=True)  # no time to wait for a word: what is there counts
@@ -253,7 +253,7 @@ class MultiScheduler(SchedulerConnector):
         ]
         if request.kv != "handoff":
             return FinishDecision(hold_blocks=any(answer.hold_blocks for answer in answers))
-        kinds = [child.connector.kind for child in self._children]
+        kinds = [child.plan.kind for child in self._children]
         takes_part = [
             self.views.takes_part(key, i) and (kind != "pull" or answer.hold_blocks)
             for i, (kind, answer) in enumerate(zip(kinds, answers, strict=True))

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,7 +28,8 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.plan import ConnectorPlan
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.errors import KVCorrupted
@@ -90,13 +90,13 @@ class RankedEngine:
         self.step_id = 0
         self.earlier_steps: StepDone | None = None  # of the next steps
         self.woken = threading.Semaphore(0)
+        plan = connector if isinstance(connector, ConnectorPlan) else plan_connector(connector, options)
         config = ConnectorConfig(
-            engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options, model=model, tp=tp,
+            engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, plan=plan, model=model, tp=tp,
             device=device, kv_checksum=kv_checksum, kv_shards=max(kv_shards, tp), clock=clock,
         )  # fmt: skip
-        make = partial(make_connector, connector) if isinstance(connector, str) else connector
         self.connectors: list[Any] = [
-            make(msgspec.structs.replace(config, rank=rank), self.woken.release) for rank in range(tp)
+            build_connector(msgspec.structs.replace(config, rank=rank), self.woken.release) for rank in range(tp)
         ]
         first = self.connectors[0]
         self.table = first.make_block_table()
@@ -106,8 +106,8 @@ class RankedEngine:
         for worker, pool in zip(self.workers, self.pools, strict=True):
             worker.register_kv_caches(pool)
         self.card = EngineCard(
-            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind=first.kind,
-            content_addressed=first.content_addressed, orders=first.orders(), model=model, layout=self.layout,
+            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind=plan.kind,
+            content_addressed=plan.content_addressed, orders=list(plan.orders), model=model, layout=self.layout,
             hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks, max_model_len=4096, max_num_seqs=8, tp=tp,
             rank_blobs=[worker.handshake() for worker in self.workers], kv_checksum=kv_checksum,
         )  # fmt: skip
