@@ -65,11 +65,11 @@ def view(transfer_id: str, *, kv: Any, num_tokens: int, **rest: Any) -> RequestV
 
 
 class RankedEngine:
-    """One engine; `connector` is the class or its name, `options` its --connector-config."""
+    """One engine; `connector` is the class, its name with `options`, or the plan."""
 
     def __init__(
         self,
-        connector: type[KVConnector] | str,
+        connector: type[KVConnector] | str | ConnectorPlan,
         name: str,
         *,
         epoch: str = "1",
@@ -90,6 +90,8 @@ class RankedEngine:
         self.step_id = 0
         self.earlier_steps: StepDone | None = None  # of the next steps
         self.woken = threading.Semaphore(0)
+        if isinstance(connector, type):
+            connector = f"{connector.__module__}:{connector.__qualname__}"
         plan = connector if isinstance(connector, ConnectorPlan) else plan_connector(connector, options)
         config = ConnectorConfig(
             engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, plan=plan, model=model, tp=tp,
