@@ -319,11 +319,46 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     clock: Clock = MONOTONIC  # of all its deadlines; another one cannot be encoded
 
 
+class Tiers(ABC):
+    """What a scheduler side says of tiers below the engine's cache, and does about them. No method blocks."""
+
+    @abstractmethod
+    def take_events(self) -> Sequence[TierEvents]:
+        """What entered and left them since the last call: for the routers' choice of engines.
+
+        Called after every step, and before the first: it then says which tiers there are, without keys. Only what any
+        request may find by content is told, and each key at most once in a call.
+        """
+
+    @abstractmethod
+    def order(self, order: CacheOrder) -> int:
+        """An operator's order: carried out by the workers of the next step.
+
+        Returns:
+            How many answers `take_answers` will have to it: one for each part of the connector with tiers.
+        """
+
+    @abstractmethod
+    def take_answers(self) -> Sequence[CacheAnswer]:
+        """Answers that have come since the last call; `notify` tells of them. Tiers are named as in the stats."""
+
+    @property
+    @abstractmethod
+    def problem(self) -> str:
+        """Why what KV travels through cannot be used now; empty: nothing is known to be wrong. For /topology.
+
+        `notify` tells of a change.
+        """
+
+
 class SchedulerConnector(ABC):
     """The side in the scheduler's process. Idempotent, without tensors; no method blocks."""
 
     observes: Observed = Observed()
     """What of `scheduled`, `confirmed` and `waiting_keys` the view has. Constant: the engine looks once."""
+
+    tiers: Tiers | None = None
+    """Of a store, or of what has one among its parts. Constant, too."""
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         """How many tokens behind the local hit can come from outside. Mutates nothing; may be asked often."""
@@ -365,34 +400,6 @@ class SchedulerConnector(ABC):
     def get_stats(self) -> Stats:
         """What this side has counted that its workers do not. For /metrics; called a few times a second."""
         return {}
-
-    def take_events(self) -> Sequence[TierEvents]:
-        """What entered and left tiers below the engine's cache since the last call: for the routers' choice of engines.
-
-        Called after every step, and before the first: a connector with a tier then says so, without keys. Only what any
-        request may find by content is told, and each key at most once in a call.
-        """
-        return ()
-
-    @property
-    def problem(self) -> str:
-        """Why what KV travels through cannot be used now; empty: nothing is known to be wrong. For /topology.
-
-        `notify` tells of a change.
-        """
-        return ""
-
-    def order_tiers(self, order: CacheOrder) -> int:
-        """An operator's order about the tiers below the cache: carried out by the workers of the next step.
-
-        Returns:
-            How many answers `take_tier_answers` will have to it: one for each part of the connector with tiers.
-        """
-        return 0
-
-    def take_tier_answers(self) -> Sequence[CacheAnswer]:
-        """Answers that have come since the last call; `notify` tells of them. Tiers are named as in the stats."""
-        return ()
 
     def must_hear_end(self, key: TransferKey) -> bool:
         """Whether a step shall be made for nothing but to tell that a request or a hand-off is over."""

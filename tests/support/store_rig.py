@@ -410,12 +410,12 @@ KEYS = chain(16, "0")
 def order(engine: Engine, action: Any, keys: list[bytes] | None = KEYS, **fields: Any) -> dict[str, TierAnswer]:
     """What all ranks together answer, by tier."""
     asked = CacheOrder(order_id="o", action=action, keys=keys, **{"timeout_s": 60.0, **fields})
-    assert engine.scheduler.order_tiers(asked) == 1
+    assert engine.scheduler.tiers.order(asked) == 1
     meta = engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], []))
     for worker in engine.workers:
         worker.start_load_kv(meta)
     joined = TransferAggregator(engine.tp)
-    while not (answers := engine.scheduler.take_tier_answers()):
+    while not (answers := engine.scheduler.tiers.take_answers()):
         assert engine.woken.acquire(timeout=WAIT_S)
         results = engine.scheduler.resolve_results(joined.add([worker.get_finished() for worker in engine.workers]))
         assert not results, "none of the engine's business"

@@ -204,9 +204,9 @@ def test_every_childs_table_hears_of_reuse() -> None:
 def test_childrens_tiers_are_told_apart() -> None:
     connector = make("store,store", SHAREABLE, _0_url="memory://a", _1_url="memory://b")
     scheduler = connector.make_scheduler_side()
-    told = [(events.medium, events.shared, events.tokens_per_key) for events in scheduler.take_events()]
+    told = [(events.medium, events.shared, events.tokens_per_key) for events in scheduler.tiers.take_events()]
     assert told == [("0-store/memory", False, 64), ("1-store/memory", False, 64)]
-    assert list(scheduler.take_events()) == []
+    assert list(scheduler.tiers.take_events()) == []
     scheduler.shutdown()
     connector.shutdown()
 

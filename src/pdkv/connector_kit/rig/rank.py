@@ -136,7 +136,9 @@ class HostedRank:
                     call("update_connector_output", scheduler.update_connector_output, resolved)
                 return p.Settled(p.as_dicts(resolved))
             case p.TakeEvents():
-                return p.Events(list(call("take_events", scheduler.take_events)))
+                return p.Events(
+                    [] if scheduler.tiers is None else list(call("take_events", scheduler.tiers.take_events))
+                )
             case p.IsPending():
                 return p.Truth(call("has_pending_work", lambda: scheduler.has_pending_work))
             case p.Reuse(block_ids=block_ids):
