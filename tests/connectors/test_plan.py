@@ -80,6 +80,6 @@ def test_an_engine_with_a_tier_parses_each_parts_options_once(tmp_path: Path, mo
         return options
 
     monkeypatch.setattr(Options, "parse", classmethod(counted))
-    core = build_engine(EngineConfig(kv_cache_memory=16 << 20, threads=1), handoff, plan, name="e", epoch="1")
+    core = build_engine(EngineConfig(kv_cache_memory=16 << 20, threads=1), handoff, plan, name="planned", epoch="1")
     core.shutdown()
     assert parsed == ["SharedMemoryOptions", "StoreUrlOptions", "StoreOptions"]
