@@ -23,7 +23,8 @@ from pdkv.config import HandoffConfig
 from pdkv.connectors.base import NO_TRANSFERS, ConnectorConfig, WorkerConnector
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl.agent import load_bindings
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.plan import NO_PLAN
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import prepare
 from pdkv.engine.kv.block_pool import BlockPool, Holder
@@ -111,13 +112,12 @@ def engine(
     """
     name = f"step-thread-{secrets.token_hex(4)}"
     with ExitStack() as stack:
-        made = worker = None
+        made, worker, plan = None, None, NO_PLAN
         kv_cache = torch.empty(0)
         if connector is not None:
-            config = ConnectorConfig(
-                engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=connector[1]
-            )
-            made = make_connector(connector[0], config, notify)
+            plan = plan_connector(*connector)
+            config = ConnectorConfig(engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan)
+            made = build_connector(config, notify)
             stack.callback(made.shutdown)
             shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
             pool = made.allocate_kv_cache()
@@ -129,7 +129,7 @@ def engine(
         stack.callback(executor.shutdown)
         card = EngineCard(
             engine=name, epoch=f"{name}.0", role="any", pid=0, connector=connector[0] if connector else "",
-            kind=made.kind if made else "pull", content_addressed=False, orders=made.orders() if made else [],
+            kind=plan.kind, content_addressed=False, orders=list(plan.orders),
             model="none", layout=layout, hash_block_size=BLOCK_SIZE, num_blocks=num_blocks,
             max_model_len=num_blocks * BLOCK_SIZE, max_num_seqs=batch, rank_blobs=blobs,
         )  # fmt: skip

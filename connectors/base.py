@@ -10,7 +10,6 @@ This module owns every type that crosses the interface, so that a connector impo
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Flag, auto
-from importlib.util import find_spec
 from itertools import islice
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, overload
@@ -20,8 +19,9 @@ import msgspec
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.options import Options
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
+from pdkv.connectors.plan import NO_PLAN, ConnectorPlan
 from pdkv.connectors.step_done import StepDone
-from pdkv.wire.kv import ChecksumMode, ConnectorKind, EngineCard, KVHandoff, KVLayout, KVTerms, Order
+from pdkv.wire.kv import ChecksumMode, EngineCard, KVHandoff, KVLayout, KVTerms
 from pdkv.wire.reports import ConnectorStats
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
@@ -309,15 +309,46 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     epoch: str
     layout: KVLayout  # of one rank
     num_blocks: int
-    options: Mapping[str, str] = {}  # --connector-config KEY=VALUE
+    plan: ConnectorPlan = NO_PLAN
     model: str = ""  # identity digest, as in the EngineCard; empty: peers' models are not compared
     rank: int = 0  # the rank that this process is
     tp: int = 1  # ranks of the engine
     kv_checksum: ChecksumMode = "on"  # which hand-offs have digests
     kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
     device: str = "cpu"  # where the KV pool will be: torch's type of device
-    wire_version: int = 0  # the connector's own; 0: peers' are not compared
     clock: Clock = MONOTONIC  # of all its deadlines; another one cannot be encoded
+
+
+class Tiers(ABC):
+    """What a scheduler side says of tiers below the engine's cache, and does about them. No method blocks."""
+
+    @abstractmethod
+    def take_events(self) -> Sequence[TierEvents]:
+        """What entered and left them since the last call: for the routers' choice of engines.
+
+        Called after every step, and before the first: it then says which tiers there are, without keys. Only what any
+        request may find by content is told, and each key at most once in a call.
+        """
+
+    @abstractmethod
+    def order(self, order: CacheOrder) -> int:
+        """An operator's order: carried out by the workers of the next step.
+
+        Returns:
+            How many answers `take_answers` will have to it: one for each part of the connector with tiers.
+        """
+
+    @abstractmethod
+    def take_answers(self) -> Sequence[CacheAnswer]:
+        """Answers that have come since the last call; `notify` tells of them. Tiers are named as in the stats."""
+
+    @property
+    @abstractmethod
+    def problem(self) -> str:
+        """Why what KV travels through cannot be used now; empty: nothing is known to be wrong. For /topology.
+
+        `notify` tells of a change.
+        """
 
 
 class SchedulerConnector(ABC):
@@ -325,6 +356,9 @@ class SchedulerConnector(ABC):
 
     observes: Observed = Observed()
     """What of `scheduled`, `confirmed` and `waiting_keys` the view has. Constant: the engine looks once."""
+
+    tiers: Tiers | None = None
+    """Of a store, or of what has one among its parts. Constant, too."""
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         """How many tokens behind the local hit can come from outside. Mutates nothing; may be asked often."""
@@ -366,34 +400,6 @@ class SchedulerConnector(ABC):
     def get_stats(self) -> Stats:
         """What this side has counted that its workers do not. For /metrics; called a few times a second."""
         return {}
-
-    def take_events(self) -> Sequence[TierEvents]:
-        """What entered and left tiers below the engine's cache since the last call: for the routers' choice of engines.
-
-        Called after every step, and before the first: a connector with a tier then says so, without keys. Only what any
-        request may find by content is told, and each key at most once in a call.
-        """
-        return ()
-
-    @property
-    def problem(self) -> str:
-        """Why what KV travels through cannot be used now; empty: nothing is known to be wrong. For /topology.
-
-        `notify` tells of a change.
-        """
-        return ""
-
-    def order_tiers(self, order: CacheOrder) -> int:
-        """An operator's order about the tiers below the cache: carried out by the workers of the next step.
-
-        Returns:
-            How many answers `take_tier_answers` will have to it: one for each part of the connector with tiers.
-        """
-        return 0
-
-    def take_tier_answers(self) -> Sequence[CacheAnswer]:
-        """Answers that have come since the last call; `notify` tells of them. Tiers are named as in the stats."""
-        return ()
 
     def must_hear_end(self, key: TransferKey) -> bool:
         """Whether a step shall be made for nothing but to tell that a request or a hand-off is over."""
@@ -455,19 +461,6 @@ class WorkerConnector(ABC):
         """Stop threads and give everything back. Idempotent."""
 
 
-class Requirement(NamedTuple):
-    """A package that a connector needs and that not every installation has."""
-
-    modules: Sequence[str]  # any of them will do
-    install: str  # the command
-    when: str = ""  # the options that need it; empty: all
-
-    @property
-    def installed(self) -> bool:
-        """Whether one of the modules is there. Imports nothing."""
-        return any(find_spec(module) is not None for module in self.modules)
-
-
 class KVConnector(ABC):
     """The plug point: what a registry name or an entry point resolves to. Makes both sides.
 
@@ -475,21 +468,19 @@ class KVConnector(ABC):
     the others their worker side only.
     """
 
-    kind: ClassVar[ConnectorKind]
-    wire_version: ClassVar[int] = 1  # of what its ranks tell peers and put into cards: raised when that changes
-    content_addressed: ClassVar[bool] = False
-    concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
-    lends: ClassVar[bool] = False  # a request that will be handed off itself loads what its `handoff` names, too
-    kv_groups: ClassVar[bool] = False  # takes several block tables, and windows; else all layers keep all tokens
-    needs_own_pool: ClassVar[bool] = True  # if it allocates the pool at all; False: another one does as well
-    one_process: ClassVar[bool] = False  # its engines share a process: `pd launch` refuses it for several
+    declares: ClassVar[ConnectorPlan]  # what it is with any options
     metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata  # how other ranks decode a step's orders
-
     options_type: ClassVar[type[Options]] = Options  # what --connector-config may say: its fields
     options: Options
 
+    @classmethod
+    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
+        """What it is with these options. Raises ConfigError for an unknown name, or a value that cannot be."""
+        cls.options_type.parse(options)
+        return cls.declares
+
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        """Raises ConfigError for an unknown option.
+        """Raises ConfigError for what cannot be built.
 
         `notify` is thread-safe and wakes the engine's loop, which then calls get_finished and asks again about requests
         whose match was not known; a step is made only if somebody may go on.
@@ -497,59 +488,7 @@ class KVConnector(ABC):
         self.config = config
         self.notify = notify
         self.block_table: BlockTable | None = None  # what the pool writes; None: nothing tells when a block is reused
-        self.options = self.parse_options(config.options)
-
-    @classmethod
-    def wire_versions(cls, name: str) -> dict[str, int]:
-        """Of the connector, registered as `name`, and of its children if it has any: for the engine's card."""
-        return {name: cls.wire_version}
-
-    @classmethod
-    def parse_options(cls, options: Mapping[str, str]) -> Options:
-        """The values of its options. Raises ConfigError for an unknown name or a value out of its range."""
-        return cls.options_type.parse(options)
-
-    @classmethod
-    def for_options(cls, options: Mapping[str, str]) -> "type[KVConnector]":
-        """The class whose flags hold with these options. Raises ConfigError for options that cannot be."""
-        cls.parse_options(options)
-        return cls
-
-    @classmethod
-    def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
-        """What others save is found up to multiples of so many tokens; 0: it finds nothing by content.
-
-        What the token behind such an end sees of a window is kept until it was shown: else it could not be saved.
-        """
-        return 0
-
-    @classmethod
-    def kv_codec(cls, options: Mapping[str, str]) -> str:
-        """What the engine's layout says as `codec`: with these options KV that is loaded may differ from what was
-        computed. Empty: it is exact. Raises ConfigError for options that cannot be.
-        """
-        return ""
-
-    @classmethod
-    def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
-        """The packages that it needs with these options; of no options at all: that it may need with some."""
-        return ()
-
-    @classmethod
-    def probe(cls, options: Mapping[str, str]) -> str:
-        """Why what it transfers through cannot be reached now; empty: nothing is known to be wrong.
-
-        May block up to the deadlines that the options set. Raises ConfigError for what waiting would not cure.
-        """
-        return ""
-
-    @classmethod
-    def orders(cls) -> list[Order]:
-        """The hand-off orders that are legal with this connector."""
-        if cls.kind != "push":
-            return ["prefill_first", "decode_first"]
-        orders: list[Order] = ["decode_first", "needs_peer_first"]
-        return [*orders, "concurrent"] if cls.concurrent else orders
+        self.options = self.options_type.parse(config.plan.options)
 
     def make_block_table(self) -> BlockTable:
         """The table of generations that the engine's block pool shall write; called once, before the sides."""

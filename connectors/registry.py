@@ -1,12 +1,14 @@
 """Names of KV connectors: the shipped ones in one table, third parties by entry point, or "module:Class" directly."""
 
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdkv.base.options import OptionTexts
 from pdkv.base.registry import Registry
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.errors import ConfigError, UnknownConnector
 
 if TYPE_CHECKING:
@@ -51,34 +53,63 @@ def load_connector(name: str) -> "type[KVConnector]":
 
     Raises:
         UnknownConnector: no such name, or its module or class is missing.
-        ConfigError: what it names is no KVConnector.
+        ConfigError: what it names is no KVConnector, or one for another interface; or it imports what is missing.
     """
-    return CONNECTORS.load(name)
+    try:
+        connector = CONNECTORS.load(name)
+    except ImportError as error:
+        raise ConfigError(f"connector {name!r} ({connector_target(name)}) cannot be imported: {error}") from error
+    number = connector.declares.interface if hasattr(connector, "declares") else 1
+    if number != INTERFACE:
+        raise ConfigError(
+            f"connector {name!r} ({connector_target(name)}) is written for interface {number} of connectors, and this "
+            f"is interface {INTERFACE}: see docs/writing-a-transport.md"
+        )
+    return connector
 
 
-def choose_connector(name: str, options: Mapping[str, str]) -> "type[KVConnector]":
-    """The class that the options choose. Raises what `load_connector` and the class raise."""
-    return load_connector(name).for_options(OptionTexts(options, f"connector {name}"))
-
-
-def make_connector(name: str, config: "ConnectorConfig", notify: Callable[[], None]) -> "KVConnector":
-    """One rank's connector: of the class that the options choose. Raises what `load_connector` and the class raise."""
-    options = OptionTexts(config.options, f"connector {name}")
-    connector = load_connector(name).for_options(options)
-    config = msgspec.structs.replace(config, options=options, wire_version=connector.wire_version)
-    return connector(config, notify)
-
-
-def check_connector(name: str, options: Mapping[str, str]) -> "type[KVConnector]":
-    """The class that the options choose, if it can be built: what can be said before there is a model.
+def plan_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
+    """What the connector behind `name` is with these options, perhaps OptionTexts. It need not be installed.
 
     Raises:
-        ConfigError: an option is unknown or wrong, or a package is not installed; UnknownConnector for the name.
+        ConfigError: an option is unknown or wrong; and as `load_connector`.
     """
-    texts = OptionTexts(options, f"connector {name}")
-    connector = load_connector(name).for_options(texts)
-    for requirement in connector.requirements(texts):
+    texts = options if isinstance(options, OptionTexts) else OptionTexts(options, f"connector {name}")
+    plan = load_connector(name).plan(texts)
+    return msgspec.structs.replace(plan, name=name, options=dict(options), build=plan.build or connector_target(name))
+
+
+def check_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
+    """As `plan_connector`, of a connector that is installed, too. Raises ConfigError where it is not."""
+    plan = plan_connector(name, options)
+    check_installed(plan)
+    return plan
+
+
+def check_installed(plan: ConnectorPlan) -> None:
+    """Raises ConfigError for a package that is missing."""
+    for requirement in plan.requirements:
         if not requirement.installed:
             packages = " or ".join(requirement.modules)
-            raise ConfigError(f"connector {name} needs {packages}, which is not installed: {requirement.install}")
-    return connector
+            raise ConfigError(f"connector {plan.name} needs {packages}, which is not installed: {requirement.install}")
+
+
+def probe_connector(plan: ConnectorPlan) -> str:
+    """Why what it transfers through cannot be reached now; empty: nothing is known to be wrong.
+
+    May block up to the deadlines that the options set. Raises ConfigError for what waiting would not cure.
+    """
+    problems = {part.name: probe_connector(part) for part in plan.parts}
+    if plan.probe:
+        return str(resolve_name(plan.probe)(plan))
+    return "; ".join(f"{name}: {problem}" for name, problem in problems.items() if problem)
+
+
+def connector_class(plan: ConnectorPlan) -> "type[KVConnector]":
+    """The class that is built from a plan."""
+    return CONNECTORS.load(plan.build)
+
+
+def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "KVConnector":
+    """One rank's connector, of the plan in its configuration. Raises what the class raises."""
+    return connector_class(config.plan)(config, notify)

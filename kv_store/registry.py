@@ -1,7 +1,7 @@
 """Stores by URL. A scheme's module is imported when it is used."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -76,11 +76,15 @@ def plan_store(url: str, options: Mapping[str, Any]) -> StorePlan:
     """What `open_store` would open. Raises ConfigError for an unknown scheme or option, or a value that is none."""
     urls = _NEXT_URL.split(url)
     schemes = [_scheme_of(part) for part in urls]
-    known = frozenset[str]().union(*(scheme.options for scheme in schemes), _TIER_OPTIONS if len(urls) > 1 else ())
+    if len(urls) == 1:
+        parts = [_read_url(url, schemes[0], options, others=frozenset())]
+        _check_policies(parts)
+        return StorePlan(parts, parts[0].options.retry_after_s)
+    known = _TIER_OPTIONS.union(*(scheme.options for scheme in schemes))
     common = StoreOptions.parse(OptionTexts(options, without_secrets(url)), only=known)
     of_first = {name: text for name, text in options.items() if name != "write"}
     parts = [
-        _read_url(part, scheme, options if place else of_first)
+        _read_url(part, scheme, options if place else of_first, others=known)
         for place, (part, scheme) in enumerate(zip(urls, schemes, strict=True))
     ]
     _check_policies(parts)
@@ -102,16 +106,17 @@ def _check_policies(parts: Sequence[_Part]) -> None:
         raise ConfigError(f"write=evicted: it takes what goes from host://, but {first.parts.scheme}:// is the first")
 
 
-def _read_url(url: str, scheme: _Scheme, common: Mapping[str, Any]) -> _Part:
+def _read_url(url: str, scheme: _Scheme, common: Mapping[str, Any], *, others: Collection[str]) -> _Part:
+    """`others`: options among the common ones that are for other URLs where this one does not know them."""
     where = without_secrets(url)
     parts = urlsplit(url)
     try:
-        query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
         parts.port  # noqa: B018  raises ValueError
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    known = scheme.options | {"write"}
-    texts = {name: text for name, text in common.items() if name in known} | dict(query)
+    known = scheme.options | ({"write"} if others or "write" in query else set())
+    texts = {name: text for name, text in common.items() if name in known or name not in others} | query
     return _Part(scheme, parts, StoreOptions.parse(OptionTexts(texts, where), only=known))
 
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pdkv.base.options import Options, option, seconds
 from pdkv.connectors.base import (
@@ -19,6 +19,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation
 from pdkv.connectors.peer.checksums import Checksums
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.connectors.stats import stats_of_transfer
 from pdkv.errors import ConfigError, IncompatiblePeers
 from pdkv.wire.kv import EngineCard
@@ -47,7 +48,9 @@ def check_one_rank(config: ConnectorConfig) -> None:
 class MemoryMode(KVConnector):
     """Pull or push between engines of one rank in one process."""
 
-    one_process: ClassVar[bool] = True
+    declares = ConnectorPlan(
+        interface=INTERFACE, kind="pull", lends=True, one_process=True, layouts=("heads", "windows")
+    )
     options_type = MemoryPeerOptions
     options: MemoryPeerOptions
 

@@ -4,14 +4,16 @@ Product code for engines side by side in one process, and the reference implemen
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+
+import msgspec
 
 from pdkv.connectors.base import KVConnector
+from pdkv.connectors.memory.base import MemoryMode
 from pdkv.connectors.memory.pull import MemoryPullConnector
 from pdkv.connectors.memory.push import MemoryPushConnector
 from pdkv.connectors.memory.store import MemoryStoreConnector, MemoryStoreOptions
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.errors import ConfigError
-from pdkv.wire.kv import ConnectorKind
 
 MODES: Mapping[str, type[KVConnector]] = {
     "pull": MemoryPullConnector,
@@ -23,15 +25,14 @@ MODES: Mapping[str, type[KVConnector]] = {
 class MemoryConnector(KVConnector):
     """Its option `mode` chooses the class."""
 
-    kind: ClassVar[ConnectorKind] = "pull"
-    one_process: ClassVar[bool] = True
+    declares = MemoryMode.declares
     options_type = MemoryStoreOptions  # has those of all modes
 
     @classmethod
-    def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
+    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
         mode = MemoryStoreOptions.parse(options).mode
         chosen = MODES[mode]
         foreign = sorted(options.keys() - chosen.options_type.names())
         if foreign:
             raise ConfigError(f"connector memory: option {foreign[0]!r} is one of mode=store, and this is mode={mode}")
-        return chosen
+        return msgspec.structs.replace(chosen.plan(options), build=f"{chosen.__module__}:{chosen.__name__}")

@@ -1,7 +1,6 @@
 """Pull mode of the `memory` connector: decode reads the blocks that prefill keeps under lease."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey
 from pdkv.connectors.block_table import BlockTable
@@ -11,7 +10,6 @@ from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata, PullScheduler
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import StaleGeneration, TransferCancelled, TransferError
-from pdkv.wire.kv import ConnectorKind
 
 
 class MemoryPullScheduler(MemoryScheduler, PullScheduler):
@@ -109,10 +107,6 @@ class Read(Operation):
 
 class MemoryPullConnector(MemoryMode):
     """Decode reads the blocks that prefill keeps under lease."""
-
-    kind: ClassVar[ConnectorKind] = "pull"
-    lends: ClassVar[bool] = True
-    kv_groups: ClassVar[bool] = True
 
     def make_scheduler_side(self) -> MemoryPullScheduler:
         return MemoryPullScheduler(self)

@@ -1,6 +1,6 @@
 """Push mode of the `memory` connector: prefill writes into blocks that decode has allocated and named in a ticket."""
 
-from typing import ClassVar
+from msgspec.structs import replace
 
 from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey, TransferResults
 from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorker
@@ -8,10 +8,10 @@ from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler, PushSend
 from pdkv.connectors.peer.push_worker import Incoming, PieceRange
+from pdkv.connectors.plan import PUSH_ORDERS
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.errors import KVCorrupted, KVNotFound, TransferCancelled, TransferError, TransferTimeout
-from pdkv.wire.kv import ConnectorKind
 
 
 class MemoryPushScheduler(MemoryScheduler, PushScheduler):
@@ -196,10 +196,7 @@ class Write(Operation):
 class MemoryPushConnector(MemoryMode):
     """Prefill writes into decode's blocks."""
 
-    kind: ClassVar[ConnectorKind] = "push"
-    lends: ClassVar[bool] = True
-    kv_groups: ClassVar[bool] = True
-    concurrent = True
+    declares = replace(MemoryMode.declares, kind="push", orders=(*PUSH_ORDERS, "concurrent"))
 
     def make_scheduler_side(self) -> MemoryPushScheduler:
         return MemoryPushScheduler(self)

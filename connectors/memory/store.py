@@ -1,7 +1,8 @@
 """Store mode of the `memory` connector: the `store` connector on `memory://`, under the fabric's name."""
 
 from collections.abc import Callable
-from typing import ClassVar
+
+import msgspec
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.memory.base import MemoryOptions, check_one_rank
@@ -19,7 +20,7 @@ class MemoryStoreOptions(StoreConnectorOptions, MemoryOptions):
 class MemoryStoreConnector(StoreConnector):
     """Any engine of the process saves what it computed; any finds it by content."""
 
-    one_process: ClassVar[bool] = True
+    declares = msgspec.structs.replace(StoreConnector.declares, one_process=True)
     options_type = MemoryStoreOptions
     options: MemoryStoreOptions
 

@@ -10,7 +10,7 @@ What kinds of children go together, and what comes of it:
 
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -19,7 +19,6 @@ from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
     KVConnectorMetadata,
-    Requirement,
     SchedulerConnector,
     WorkerConnector,
 )
@@ -27,7 +26,8 @@ from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.multi.scheduler import MultiScheduler
 from pdkv.connectors.multi.wire import Child, MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
-from pdkv.connectors.registry import load_connector
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.registry import build_connector, load_connector, plan_connector
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.errors import ConfigError
 from pdkv.wire.kv import ConnectorKind, Order
@@ -36,16 +36,8 @@ if TYPE_CHECKING:
     import torch
 
 
-class ChildSpec(NamedTuple):
-    """A child before it is built."""
-
-    name: str
-    connector: type[KVConnector]
-    options: Mapping[str, str]
-
-
-def parse_children(options: Mapping[str, str]) -> list[ChildSpec]:
-    """The children that --connector-config names, each with its options.
+def plan_children(options: Mapping[str, str]) -> list[ConnectorPlan]:
+    """The children that --connector-config names, each with its options, in their order.
 
     Raises:
         ConfigError: none is named, an option is nobody's or could be several children's, or its child refuses it;
@@ -64,14 +56,12 @@ def parse_children(options: Mapping[str, str]) -> list[ChildSpec]:
             raise ConfigError(f"connector multi: option {name!r} of child {names[index]!r} is given twice")
         own[index][name] = value
         prefixes[index] = typed.removesuffix(name)
-    classes = [load_connector(name) for name in names]
-    for name, connector in zip(names, classes, strict=True):
-        if issubclass(connector, MultiConnector):
+    for name in names:
+        if issubclass(load_connector(name), MultiConnector):
             raise ConfigError(f"connector multi cannot hold another multi ({name!r})")
-    texts = [OptionTexts(own[i], "connector multi", prefix=prefixes[i]) for i in range(len(names))]
     return [
-        ChildSpec(name, connector.for_options(values), values)
-        for name, connector, values in zip(names, classes, texts, strict=True)
+        plan_connector(name, OptionTexts(texts, "connector multi", prefix=prefix))
+        for name, texts, prefix in zip(names, own, prefixes, strict=True)
     ]
 
 
@@ -88,18 +78,18 @@ def _owner(option: str, names: Sequence[str]) -> tuple[int, str]:
     raise ConfigError(f"connector multi: option {option!r} {problem}; prefixes are: {known}")
 
 
-def kind_of(children: Sequence[ChildSpec]) -> ConnectorKind:
+def kind_of(children: Sequence[ConnectorPlan]) -> ConnectorKind:
     """The kind that the children make together.
 
     Raises:
         ConfigError: they cannot work together.
     """
-    pushing = [child.name for child in children if child.connector.kind == "push"]
-    pulling = [child for child in children if child.connector.kind == "pull"]
+    pushing = [child.name for child in children if child.kind == "push"]
+    pulling = [child for child in children if child.kind == "pull"]
     if len(pushing) > 1:
         raise ConfigError(f"connector multi: only one child can push into decode's blocks, not {' and '.join(pushing)}")
     if pushing:
-        idle = [child.name for child in pulling if not child.connector.content_addressed]
+        idle = [child.name for child in pulling if not child.content_addressed]
         if idle:
             raise ConfigError(
                 f"connector multi: {pushing[0]} needs decode first and {idle[0]} needs prefill first: "
@@ -109,18 +99,48 @@ def kind_of(children: Sequence[ChildSpec]) -> ConnectorKind:
     return "pull" if pulling else "store"
 
 
-def orders_of(children: Sequence[ChildSpec]) -> list[Order]:
+def orders_of(children: Sequence[ConnectorPlan]) -> tuple[Order, ...]:
     """The orders that are legal with all children, or, where one pushes, with that one.
 
     Raises:
         ConfigError: there is none.
     """
-    deciding = [child for child in children if child.connector.kind == "push"] or children
-    orders = [o for o in deciding[0].connector.orders() if all(o in child.connector.orders() for child in deciding)]
+    deciding = [child for child in children if child.kind == "push"] or children
+    orders = tuple(o for o in deciding[0].orders if all(o in child.orders for child in deciding))
     if not orders:
-        said = "; ".join(f"{child.name}: {', '.join(child.connector.orders())}" for child in deciding)
+        said = "; ".join(f"{child.name}: {', '.join(child.orders)}" for child in deciding)
         raise ConfigError(f"connector multi: no hand-off order suits all children ({said})")
     return orders
+
+
+def compose(children: Sequence[ConnectorPlan]) -> ConnectorPlan:
+    """The `multi` of these children, in order of preference.
+
+    Raises:
+        ConfigError: they cannot work together.
+    """
+    kind = kind_of(children)
+    hits = [child.hit_tokens for child in children if child.hit_tokens]
+    owners = [child.name for child in children if child.own_pool == "needs"]
+    if len(owners) > 1:
+        raise ConfigError(f"connector multi: both {owners[0]} and {owners[1]} would allocate the KV pool")
+    return msgspec.structs.replace(
+        MultiConnector.declares,
+        name="multi",
+        build=f"{__name__}:{MultiConnector.__name__}",
+        kind=kind,
+        orders=orders_of(children),
+        parts=tuple(children),
+        content_addressed=all(child.content_addressed for child in children),
+        lends=any(child.lends for child in children if child.kind == kind),
+        hit_tokens=lcm(*hits) if hits else 0,
+        codec="+".join(sorted({child.codec for child in children} - {""})),
+        own_pool=max((child.own_pool for child in children), key=("none", "offers", "needs").index),
+        one_process=any(child.one_process for child in children),
+        layouts=tuple(layout for layout in children[0].layouts if all(layout in c.layouts for c in children)),
+        positions=tuple(kind for kind in children[0].positions if all(kind in c.positions for c in children)),
+        requirements=tuple(requirement for child in children for requirement in child.requirements),
+    )
 
 
 class MultiOptions(Options):
@@ -134,74 +154,26 @@ class MultiOptions(Options):
 
 
 class MultiConnector(KVConnector):
-    """Several connectors as one. Its flags follow from its children: each combination is a subclass."""
+    """Several connectors as one. What it is follows from its children."""
 
-    kind: ClassVar[ConnectorKind] = "pull"
+    declares = ConnectorPlan(interface=INTERFACE, kind="pull")
     metadata_type: ClassVar[type[KVConnectorMetadata]] = MultiMetadata
     options_type = MultiOptions
-    options: MultiOptions
-    specs: ClassVar[Sequence[ChildSpec]] = ()
-    legal_orders: ClassVar[Sequence[Order]] = ("prefill_first", "decode_first")
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        super().__init__(config, notify)
+        self.config = config  # all of its options are its children's
         self.children: list[Child] = []
         try:
-            for spec in self.specs:
-                child_config = msgspec.structs.replace(
-                    config, options=spec.options, wire_version=spec.connector.wire_version
-                )
-                self.children.append(Child(spec.name, spec.connector(child_config, notify)))
+            for part in config.plan.parts:
+                own = msgspec.structs.replace(config, plan=part)
+                self.children.append(Child(part, build_connector(own, notify)))
         except BaseException:
             self.shutdown()
             raise
 
     @classmethod
-    def parse_options(cls, options: Mapping[str, str]) -> MultiOptions:
-        return MultiOptions(connectors=options.get("connectors", ""))  # the others are the children's
-
-    @classmethod
-    def for_options(cls, options: Mapping[str, str]) -> "type[MultiConnector]":
-        specs = parse_children(options)
-        connectors = [spec.connector for spec in specs]
-        kind = kind_of(specs)
-        flags: dict[str, Any] = {
-            "specs": specs,
-            "kind": kind,
-            "legal_orders": orders_of(specs),
-            "content_addressed": all(c.content_addressed for c in connectors),
-            "concurrent": any(c.concurrent for c in connectors),
-            "lends": any(c.lends for c in connectors if c.kind == kind),
-            "kv_groups": all(c.kv_groups for c in connectors),
-            "one_process": any(c.one_process for c in connectors),
-        }
-        return type(cls.__name__, (cls,), flags)
-
-    @classmethod
-    def wire_versions(cls, name: str) -> dict[str, int]:
-        return {spec.name: spec.connector.wire_version for spec in cls.specs} | super().wire_versions(name)
-
-    @classmethod
-    def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
-        return lcm(*(n for spec in cls.specs if (n := spec.connector.hit_tokens(spec.options, block_size))), 1)
-
-    @classmethod
-    def kv_codec(cls, options: Mapping[str, str]) -> str:
-        codecs = {spec.connector.kv_codec(spec.options) for spec in cls.specs}
-        return "+".join(sorted(codecs - {""}))
-
-    @classmethod
-    def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
-        return [requirement for spec in cls.specs for requirement in spec.connector.requirements(spec.options)]
-
-    @classmethod
-    def probe(cls, options: Mapping[str, str]) -> str:
-        problems = {spec.name: spec.connector.probe(spec.options) for spec in cls.specs}
-        return "; ".join(f"{name}: {problem}" for name, problem in problems.items() if problem)
-
-    @classmethod
-    def orders(cls) -> list[Order]:
-        return list(cls.legal_orders)
+    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
+        return compose(plan_children(options))
 
     def make_block_table(self) -> BlockTable:
         """What the pool writes goes to the table of every child that has one."""
@@ -217,25 +189,16 @@ class MultiConnector(KVConnector):
         return table
 
     def allocate_kv_cache(self) -> "torch.Tensor | None":
-        """The pool of the one child that needs its own, else of the first one that offers one.
-
-        Raises:
-            ConfigError: two children need their own.
-        """
-        owner, pool = "", None
-        for child in sorted(self.children, key=lambda child: not child.connector.needs_own_pool):
-            if pool is not None and not child.connector.needs_own_pool:
-                continue
-            own = child.connector.allocate_kv_cache()
-            if own is not None and pool is not None:
-                raise ConfigError(f"connector multi: both {owner} and {child.name} would allocate the KV pool")
-            if own is not None:
-                owner, pool = child.name, own
-        return pool
+        """The pool of the one child that needs its own, else of the first one that offers one."""
+        for child in sorted(self.children, key=lambda child: child.plan.own_pool != "needs"):
+            pool = child.connector.allocate_kv_cache()
+            if pool is not None:
+                return pool
+        return None
 
     def make_scheduler_side(self) -> SchedulerConnector:
         schedulers = [child.connector.make_scheduler_side() for child in self.children]
-        return MultiScheduler(self.config, self.kind, self.children, schedulers)
+        return MultiScheduler(self.config, self.config.plan.kind, self.children, schedulers)
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         return MultiWorker(self.children, [child.connector.make_worker_side(rank) for child in self.children])

@@ -25,6 +25,7 @@ from pdkv.connectors.base import (
     SchedulerConnector,
     SchedulerView,
     Stats,
+    Tiers,
     TransferKey,
     TransferOutcome,
     TransferResults,
@@ -73,6 +74,33 @@ class _Load:
     code: str = ""  # why the first child failed, where the second one brings a part of it
 
 
+class _ChildTiers(NamedTuple):
+    child: str
+    part: str  # its name among the parts
+    tiers: Tiers
+
+
+class MultiTiers(Tiers):
+    """Those of all children; a tier has its child's name, as in the stats, since two may lie on the same medium."""
+
+    def __init__(self, children: Sequence[_ChildTiers]) -> None:
+        self._children = children
+
+    def take_events(self) -> Sequence[TierEvents]:
+        return [events.under(child.part) for child in self._children for events in child.tiers.take_events()]
+
+    def order(self, order: CacheOrder) -> int:
+        return sum(child.tiers.order(order.within(child.part)) for child in self._children)
+
+    def take_answers(self) -> Sequence[CacheAnswer]:
+        return [answer.under(child.part) for child in self._children for answer in child.tiers.take_answers()]
+
+    @property
+    def problem(self) -> str:
+        problems = [(child.child, child.tiers.problem) for child in self._children]
+        return "; ".join(f"{name}: {problem}" for name, problem in problems if problem)
+
+
 class MultiScheduler(SchedulerConnector):
     """Asks every child, lets one load, and merges what their workers report by transfer."""
 
@@ -89,9 +117,15 @@ class MultiScheduler(SchedulerConnector):
         self.sending = SendingTable()
         self._engine = config.engine
         self._children = children
-        kinds = [child.connector.kind for child in children]
+        kinds = [child.plan.kind for child in children]
         self._pushing = kinds.index("push") if "push" in kinds else None
         self._schedulers = schedulers
+        tiers = [
+            _ChildTiers(child.name, part_name(i, child), side.tiers)
+            for i, (child, side) in enumerate(zip(children, schedulers, strict=True))
+            if side.tiers is not None
+        ]
+        self.tiers = MultiTiers(tiers) if tiers else None
         self._nothing = [NO_TRANSFERS for _ in schedulers]
         self._choices: dict[TransferKey, _Choice] = {}  # of the last question, until the blocks are allocated
         self._loads: dict[TransferKey, _Load] = {}
@@ -166,7 +200,7 @@ class MultiScheduler(SchedulerConnector):
             return False  # after a loan the engine asks anew: what is found then is not the lender's
         for index, (child, scheduler) in enumerate(zip(self._children, self._schedulers, strict=True)):
             view = self.views.request(request, index)
-            if index == load.child or child.connector.kind == "push" or view is None:
+            if index == load.child or child.plan.kind == "push" or view is None:
                 continue  # a push would need a ticket, and the peer has one already
             if view.kv_ready is None:
                 view = msgspec.structs.replace(view, kv_ready=True)  # no time to wait for a word: what is there counts
@@ -253,7 +287,7 @@ class MultiScheduler(SchedulerConnector):
         ]
         if request.kv != "handoff":
             return FinishDecision(hold_blocks=any(answer.hold_blocks for answer in answers))
-        kinds = [child.connector.kind for child in self._children]
+        kinds = [child.plan.kind for child in self._children]
         takes_part = [
             self.views.takes_part(key, i) and (kind != "pull" or answer.hold_blocks)
             for i, (kind, answer) in enumerate(zip(kinds, answers, strict=True))
@@ -347,35 +381,10 @@ class MultiScheduler(SchedulerConnector):
         ours = ",".join(child.name for child in self._children)
         logger.warning("no KV from engine %s: it has %s; %s has multi of %s", card.engine, theirs, self._engine, ours)
 
-    @property
-    def problem(self) -> str:
-        problems = {child.name: side.problem for child, side in zip(self._children, self._schedulers, strict=True)}
-        return "; ".join(f"{name}: {problem}" for name, problem in problems.items() if problem)
-
     def get_stats(self) -> Stats:
         own = {part_name(i, self._children[i]): ConnectorStats(fallbacks=n) for i, n in self._num_fallbacks.items()}
         children = enumerate(zip(self._children, self._schedulers, strict=True))
         return sum_stats([own, *(stats_under(part_name(i, child), side.get_stats()) for i, (child, side) in children)])
-
-    def take_events(self) -> Sequence[TierEvents]:
-        """Those of all children; a tier has its child's name, since two may lie on the same medium."""
-        return [
-            events.under(part_name(i, child))
-            for i, (child, side) in enumerate(zip(self._children, self._schedulers, strict=True))
-            for events in side.take_events()
-        ]
-
-    def order_tiers(self, order: CacheOrder) -> int:
-        parts = enumerate(zip(self._children, self._schedulers, strict=True))
-        return sum(side.order_tiers(order.within(part_name(i, child))) for i, (child, side) in parts)
-
-    def take_tier_answers(self) -> Sequence[CacheAnswer]:
-        """Those of all children; a tier has its child's name, as in the stats."""
-        return [
-            answer.under(part_name(i, child))
-            for i, (child, side) in enumerate(zip(self._children, self._schedulers, strict=True))
-            for answer in side.take_tier_answers()
-        ]
 
     def must_hear_end(self, key: TransferKey) -> bool:
         return any(scheduler.must_hear_end(key) for scheduler in self._schedulers)

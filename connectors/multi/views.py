@@ -27,8 +27,8 @@ class ChildViews:
         """`kind`: of all together."""
         self.num_malformed = 0  # hand-offs and tickets that could not be read
         self._kind = kind
-        self._kinds = [child.connector.kind for child in children]
-        self._lends = [child.connector.lends for child in children]
+        self._kinds = [child.plan.kind for child in children]
+        self._lends = [child.plan.lends for child in children]
 
     def takes_part(self, key: TransferKey, child: int) -> bool:
         """Whether a child has a part in what is handed off under that key: all have, except in a loan, and stores

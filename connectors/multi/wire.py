@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdkv.connectors.base import KVConnector, KVConnectorMetadata, TransferKey
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.errors import MalformedMessage
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.kv import EngineCard
@@ -15,8 +16,13 @@ from pdkv.wire.types import MAX_BLOB_BYTES
 class Child(NamedTuple):
     """One of the connectors that `multi` runs."""
 
-    name: str  # as in the option `connectors`
+    plan: ConnectorPlan
     connector: KVConnector
+
+    @property
+    def name(self) -> str:
+        """As in the option `connectors`."""
+        return self.plan.name
 
 
 def part_name(place: int, child: Child) -> str:
@@ -128,9 +134,9 @@ def split_card(card: EngineCard, children: Sequence[Child]) -> list[EngineCard] 
         msgspec.structs.replace(
             card,
             connector=child.name,
-            kind=child.connector.kind,
-            content_addressed=child.connector.content_addressed,
-            orders=child.connector.orders(),
+            kind=child.plan.kind,
+            content_addressed=child.plan.content_addressed,
+            orders=list(child.plan.orders),
             rank_blobs=[parts[index].blob for parts in ranks],
         )
         for index, child in enumerate(children)

@@ -5,15 +5,16 @@ and decode reads it into the blocks that it has allocated. Either way small or d
 their source and read by their receiver (gather.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
 
 from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
     KVConnectorMetadata,
-    Requirement,
     SchedulerConnector,
     Shown,
     WorkerConnector,
@@ -25,20 +26,24 @@ from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import BLOB_VERSION
 from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
-from pdkv.wire.kv import ConnectorKind
+from pdkv.connectors.plan import INTERFACE, PUSH_ORDERS, ConnectorPlan, Requirement
 
 if TYPE_CHECKING:
     import torch
 
 
 class NixlConnector(KVConnector):
-    """Its option `mode` chooses the subclass, by `for_options`."""
+    """Its option `mode` chooses the subclass."""
 
-    kind: ClassVar[ConnectorKind] = "pull"
-    wire_version: ClassVar[int] = BLOB_VERSION
+    declares = ConnectorPlan(
+        interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=("heads", "windows"),
+        wire_version=BLOB_VERSION,
+        requirements=(
+            Requirement(("nixl_cu12", "nixl_cu13"), "pip install 'pdkv[nixl]' (with CUDA 13: nixl-cu13)"),
+        ),
+    )  # fmt: skip
     options_type = NixlOptions
     options: NixlOptions
-    needs_own_pool: ClassVar[bool] = False
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
@@ -52,14 +57,11 @@ class NixlConnector(KVConnector):
         self._peers = NixlPeers(config, self.options)
 
     @classmethod
-    def for_options(cls, options: Mapping[str, str]) -> "type[NixlConnector]":
+    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
         if cls is not NixlConnector:
-            return cls
-        return NixlPushConnector if NixlOptions.parse(options).mode == "push" else NixlPullConnector
-
-    @classmethod
-    def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
-        return [Requirement(("nixl_cu12", "nixl_cu13"), "pip install 'pdkv[nixl]' (with CUDA 13: nixl-cu13)")]
+            return super().plan(options)
+        chosen = NixlPushConnector if NixlOptions.parse(options).mode == "push" else NixlPullConnector
+        return msgspec.structs.replace(chosen.declares, build=f"{__name__}:{chosen.__name__}")
 
     def make_block_table(self) -> BlockTable:
         return self._table
@@ -87,8 +89,6 @@ class NixlPullScheduler(PullScheduler):
 class NixlPullConnector(NixlConnector):
     """Decode reads."""
 
-    lends: ClassVar[bool] = True
-    kv_groups: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
     def make_scheduler_side(self) -> SchedulerConnector:
@@ -103,10 +103,7 @@ class NixlPullConnector(NixlConnector):
 class NixlPushConnector(NixlConnector):
     """Prefill offers, decode reads."""
 
-    kind: ClassVar[ConnectorKind] = "push"
-    lends: ClassVar[bool] = True
-    kv_groups: ClassVar[bool] = True
-    concurrent: ClassVar[bool] = True
+    declares = msgspec.structs.replace(NixlConnector.declares, kind="push", orders=(*PUSH_ORDERS, "concurrent"))
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
 
     def make_scheduler_side(self) -> SchedulerConnector:

@@ -13,18 +13,17 @@ from pdkv.connectors.p2p.options import P2POptions, P2PPeers
 from pdkv.connectors.p2p.wire import FRAMES_VERSION
 from pdkv.connectors.p2p.worker import P2PWorker
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
+from pdkv.connectors.plan import INTERFACE, PUSH_ORDERS, ConnectorPlan
 from pdkv.errors import ConfigError
-from pdkv.wire.kv import ConnectorKind
 
 
 class P2PConnector(KVConnector):
     """One rank's end of all links."""
 
-    kind: ClassVar[ConnectorKind] = "push"
-    wire_version: ClassVar[int] = FRAMES_VERSION
-    lends: ClassVar[bool] = True
-    kv_groups: ClassVar[bool] = True
-    concurrent: ClassVar[bool] = True
+    declares = ConnectorPlan(
+        interface=INTERFACE, kind="push", orders=(*PUSH_ORDERS, "concurrent"), lends=True,
+        layouts=("heads", "windows"), wire_version=FRAMES_VERSION,
+    )  # fmt: skip
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
     options_type = P2POptions
     options: P2POptions

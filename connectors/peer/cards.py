@@ -28,10 +28,10 @@ def check_compatible(config: ConnectorConfig, card: EngineCard) -> None:
     Raises:
         IncompatiblePeers: they cannot; the message has both sides' values.
     """
-    version = card.wire_versions.get(card.connector)
-    if config.wire_version and version not in (None, config.wire_version):
+    own_version, version = config.plan.wire_version, card.wire_versions.get(card.connector)
+    if own_version and version not in (None, own_version):
         raise IncompatiblePeers(
-            f"connector {card.connector} speaks version {config.wire_version} in engine {config.engine} and version "
+            f"connector {card.connector} speaks version {own_version} in engine {config.engine} and version "
             f"{version} in engine {card.engine} (pdkv {card.version or '?'}): run the same pdkv on both"
         )
     own, peer = config.layout, card.layout

@@ -17,12 +17,12 @@ from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.pull_scheduler import PullMetadata
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
 from pdkv.connectors.transfer.lanes import DEVICE_THREADS
 from pdkv.errors import ConfigError
-from pdkv.wire.kv import ConnectorKind
 
 if TYPE_CHECKING:
     import torch
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class SharedMemoryConnector(KVConnector):
     """Owns the engine's arena; its block table and KV pool lie there."""
 
-    kind: ClassVar[ConnectorKind] = "pull"
-    wire_version: ClassVar[int] = 2  # no events in the card: what is published is there
-    kv_groups: ClassVar[bool] = True
-    content_addressed: ClassVar[bool] = True
+    declares = ConnectorPlan(
+        interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=("heads", "windows"),
+        wire_version=2,  # no events in the card: what is published is there
+    )  # fmt: skip
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
     options_type = SharedMemoryOptions
     options: SharedMemoryOptions

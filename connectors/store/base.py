@@ -8,6 +8,8 @@ store gives back is verified before anybody uses it (envelope.py): a store need 
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+import msgspec
+
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import unix_time
 from pdkv.base.options import option
@@ -18,12 +20,14 @@ from pdkv.connectors.base import (
     SchedulerConnector,
     WorkerConnector,
 )
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.registry import connector_class
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
-from pdkv.connectors.store.plan import StoreCut, StoreMetadata, hit_tokens_with_windows
+from pdkv.connectors.store.plan import StoreCut, StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.sign_key import make_sealer
 from pdkv.connectors.store.values import SealedValues
@@ -32,7 +36,6 @@ from pdkv.errors import StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.codecs.base import Codec
 from pdkv.kv_store.tiers import TieredStore
-from pdkv.wire.kv import ConnectorKind
 
 LAYERWISE_GROUPS = 4
 _PROBE_KEYS = [bytes(31) + bytes([number]) for number in range(16)]
@@ -51,9 +54,10 @@ class StoreConnector(KVConnector):
     `options_type`, a subclass of StoreConnectorOptions, has its options as fields and opens the store that they name.
     """
 
-    kind: ClassVar[ConnectorKind] = "store"
-    content_addressed: ClassVar[bool] = True
-    kv_groups: ClassVar[bool] = True
+    declares = ConnectorPlan(
+        interface=INTERFACE, kind="store", content_addressed=True, layouts=("heads", "windows"),
+        probe=f"{__name__}:probe",
+    )  # fmt: skip
     metadata_type: ClassVar[type[KVConnectorMetadata]] = StoreMetadata
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
     options: StoreConnectorOptions
@@ -82,26 +86,11 @@ class StoreConnector(KVConnector):
         self._store: KVStore | None = None
 
     @classmethod
-    def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
-        return hit_tokens_with_windows(cls.options_type.parse(options).tokens_per_value, block_size)
-
-    @classmethod
-    def kv_codec(cls, options: Mapping[str, str]) -> str:
-        codecs = cls.options_type.parse(options).make_codecs()
-        return _identity(codecs) if codecs[0].lossy else ""
-
-    @classmethod
-    def probe(cls, options: Mapping[str, str]) -> str:
-        try:
-            store = cls.options_type.parse(options).open_store()
-            try:
-                for part in store.parts().values():
-                    part.contains(_PROBE_KEYS)
-            finally:
-                store.close()
-        except TransferError as error:
-            return f"{error}"
-        return ""
+    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
+        parsed = cls.options_type.parse(options)
+        codecs = parsed.make_codecs()
+        codec = _identity(codecs) if codecs[0].lossy else ""
+        return msgspec.structs.replace(cls.declares, hit_tokens=parsed.tokens_per_value, codec=codec)
 
     def open_store(self) -> KVStore:
         """The store that the options name."""
@@ -158,3 +147,19 @@ class StoreConnector(KVConnector):
 def _identity(codecs: Sequence[Codec]) -> str:
     """Of all forms of a value together."""
     return "+".join(codec.identity for codec in codecs)
+
+
+def probe(plan: ConnectorPlan) -> str:
+    """Why a store connector's store does not answer; empty: it does. Raises ConfigError for what waiting won't cure."""
+    connector = connector_class(plan)
+    assert issubclass(connector, StoreConnector), plan.build
+    try:
+        store = connector.options_type.parse(plan.options).open_store()
+        try:
+            for part in store.parts().values():
+                part.contains(_PROBE_KEYS)
+        finally:
+            store.close()
+    except TransferError as error:
+        return f"{error}"
+    return ""

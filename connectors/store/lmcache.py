@@ -33,7 +33,7 @@ from pdkv.connectors.store.lmcache_keys import ChunkKeys, HashName
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.plan import StoreCut, Value
-from pdkv.connectors.store.scheduler import StoreScheduler
+from pdkv.connectors.store.scheduler import StoreScheduler, StoreTiers
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import Buffer, KVStore, Scattered
 from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
@@ -203,6 +203,13 @@ class _NoNews(StoreNews):
         pass
 
 
+class _ChunkTiers(StoreTiers):
+    """Orders name keys of blocks: nothing is known of chunks by them."""
+
+    def order(self, order: CacheOrder) -> int:
+        return 0
+
+
 class _ChunkScheduler(StoreScheduler):
     """A StoreScheduler that is shown chunks' keys in the place of blocks'."""
 
@@ -218,6 +225,7 @@ class _ChunkScheduler(StoreScheduler):
         table: BlockTable | None,
     ) -> None:
         super().__init__(config, options, cut, lookups, news, table=table)
+        self.tiers = _ChunkTiers(self._orders, news, lookups)
         self._keys = keys
         self._notify = notify
 
@@ -237,10 +245,6 @@ class _ChunkScheduler(StoreScheduler):
         confirmed = [msgspec.structs.replace(item, request=self._shown(item.request)) for item in view.confirmed]
         unseen = {"waiting_keys": (), "waiting_terms": ()}  # of blocks: they cannot be looked up
         return super().build_connector_meta(msgspec.structs.replace(view, confirmed=confirmed, **unseen))
-
-    def order_tiers(self, order: CacheOrder) -> int:
-        """Orders name keys of blocks: nothing is known of chunks by them."""
-        return 0
 
     def _shown(self, request: RequestView) -> RequestView:
         return msgspec.structs.replace(request, block_keys=self._keys.of(request))

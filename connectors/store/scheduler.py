@@ -28,6 +28,7 @@ from pdkv.connectors.base import (
     SchedulerView,
     Shown,
     Stats,
+    Tiers,
     TransferKey,
     TransferOutcome,
     TransferResults,
@@ -175,6 +176,7 @@ class StoreScheduler(SchedulerConnector):
         self._payload = msgspec.msgpack.encode(cut.cut)
         self._news = news
         self._orders = OrderBook()
+        self.tiers = StoreTiers(self._orders, news, lookups)
 
     # --- finds ----------------------------------------------------------------------------------------------------
 
@@ -538,13 +540,6 @@ class StoreScheduler(SchedulerConnector):
 
     # --- operators' orders ----------------------------------------------------------------------------------------
 
-    def order_tiers(self, order: CacheOrder) -> int:
-        self._orders.add(order)
-        return 1
-
-    def take_tier_answers(self) -> Sequence[CacheAnswer]:
-        return self._orders.take_answers()
-
     def resolve_results(self, results: TransferResults) -> TransferResults:
         """What became of orders is nothing for the engine to act on."""
         results, orders = self._orders.settle(results)
@@ -604,9 +599,6 @@ class StoreScheduler(SchedulerConnector):
         if outcome.num_damaged or outcome.num_expired:
             self.lookups.bar([value.key for value in others])
 
-    def take_events(self) -> Sequence[TierEvents]:
-        return self._news.take()
-
     def get_stats(self) -> Stats:
         return {"": msgspec.structs.replace(self.lookups.stats, late_saves=self.num_late_saves)}
 
@@ -614,12 +606,31 @@ class StoreScheduler(SchedulerConnector):
     def has_pending_work(self) -> bool:
         return bool(self._put_off) and self._num_fitting(self._put_off[0].values[:1]) > 0
 
-    @property
-    def problem(self) -> str:
-        return self.lookups.problem
-
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         self._peers.replace(cards)
 
     def shutdown(self) -> None:
         self.lookups.close()
+
+
+class StoreTiers(Tiers):
+    """The store's: all of it is one part."""
+
+    def __init__(self, orders: OrderBook, news: StoreNews, lookups: KeyLookups) -> None:
+        self._orders = orders
+        self._news = news
+        self._lookups = lookups
+
+    def take_events(self) -> Sequence[TierEvents]:
+        return self._news.take()
+
+    def order(self, order: CacheOrder) -> int:
+        self._orders.add(order)
+        return 1
+
+    def take_answers(self) -> Sequence[CacheAnswer]:
+        return self._orders.take_answers()
+
+    @property
+    def problem(self) -> str:
+        return self._lookups.problem

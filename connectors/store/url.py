@@ -1,12 +1,14 @@
 """The `store` connector: KV in any store that kv_store/ opens by URL; several URLs make tiers, fastest first."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.options import option, options_of
-from pdkv.connectors.base import Requirement
+from pdkv.connectors.plan import ConnectorPlan, Requirement
 from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.registry import plan_store
@@ -22,13 +24,6 @@ class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
         metavar="URL[,URL…]",
     )
 
-    @classmethod
-    def parse(cls, texts: Mapping[str, str], *, only: Collection[str] | None = None) -> Self:
-        """Raises ConfigError without a URL, for one that no store has, and for an option that no URL knows."""
-        options = super().parse(texts, only=only)
-        plan_store(options.url, {name: text for name, text in texts.items() if name in StoreOptions.names()})
-        return options
-
     def open_store(self, clock: Clock = MONOTONIC) -> KVStore:
         """`clock`: of its deadlines."""
         values = {name: (getattr(self, name), item.default) for name, item in options_of(StoreOptions).items()}
@@ -36,9 +31,17 @@ class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
         return plan_store(self.url, given).open(clock)
 
 
+_NEEDED = {
+    "redis|unix://": Requirement(("redis",), "pip install 'pdkv[redis]'", "url=redis://…, rediss://… or unix://…"),
+    "mooncake://": Requirement(("mooncake",), "pip install 'pdkv[mooncake]'", "url=mooncake://…"),
+    "(s3|gs|az)://": Requirement(("obstore",), "pip install 'pdkv[objects]'", "url=s3://…, gs://… or az://…"),
+}
+
+
 class StoreUrlConnector(StoreConnector):
     """Its option `url` says which store."""
 
+    declares = msgspec.structs.replace(StoreConnector.declares, requirements=tuple(_NEEDED.values()))
     options_type = StoreUrlOptions
     options: StoreUrlOptions
 
@@ -46,10 +49,9 @@ class StoreUrlConnector(StoreConnector):
         return self.options.open_store(self.config.clock)
 
     @classmethod
-    def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
-        url = options.get("url", "redis:// mooncake:// s3://")
-        redis = Requirement(["redis"], "pip install 'pdkv[redis]'", "url=redis://…, rediss://… or unix://…")
-        objects = Requirement(["obstore"], "pip install 'pdkv[objects]'", "url=s3://…, gs://… or az://…")
-        mooncake = Requirement(["mooncake"], "pip install 'pdkv[mooncake]'", "url=mooncake://…")
-        named = {"redis|unix://": redis, "mooncake://": mooncake, "(s3|gs|az)://": objects}
-        return [requirement for pattern, requirement in named.items() if re.search(pattern, url)]
+    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
+        """Raises ConfigError without a URL, for one that no store has, and for an option that no URL knows."""
+        plan, url = super().plan(options), options["url"]
+        plan_store(url, {name: text for name, text in options.items() if name in StoreOptions.names()})
+        needed = [requirement for pattern, requirement in _NEEDED.items() if re.search(pattern, url)]
+        return msgspec.structs.replace(plan, requirements=tuple(needed))

@@ -128,6 +128,7 @@ class ExternalKV:
         num_groups: int = 1,
     ) -> None:
         self.connector = connector
+        self.tiers = None if connector is None else connector.tiers
         self.loads: dict[TransferKey, KVLoad] = {}
         self.unstarted: dict[TransferKey, KVLoad] = {}  # of these, whose source is not known yet
         self.layerwise: dict[TransferKey, KVLoad] = {}  # of these, that come during a step
@@ -402,21 +403,21 @@ class ExternalKV:
         """What the connector, of that name, has to tell of tiers below the cache; their parts are named as in the
         stats.
         """
-        events = () if self.connector is None else self.connector.take_events()
+        events = () if self.tiers is None else self.tiers.take_events()
         return [msgspec.structs.replace(each, parts=[part.under(name) for part in each.parts]) for each in events]
 
     def order_tiers(self, order: CacheOrder) -> int:
         """An operator's order for tiers below the cache; returns how many answers will come."""
-        return 0 if self.connector is None else self.connector.order_tiers(order)
+        return 0 if self.tiers is None else self.tiers.order(order)
 
     def take_tier_answers(self) -> Sequence[CacheAnswer]:
         """Those that have come."""
-        return () if self.connector is None else self.connector.take_tier_answers()
+        return () if self.tiers is None else self.tiers.take_answers()
 
     @property
     def problem(self) -> str:
         """Why the connector cannot be used now; empty: nothing is known to be wrong."""
-        return "" if self.connector is None else without_secrets(self.connector.problem)[:MAX_PROBLEM_CHARS]
+        return "" if self.tiers is None else without_secrets(self.tiers.problem)[:MAX_PROBLEM_CHARS]
 
     def get_stats(self, name: str) -> dict[str, ConnectorStats]:
         """The connector's counts, of both sides and all ranks, by its name or NAME/PART."""

@@ -21,13 +21,13 @@ from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
 from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.lanes import Lane, LaneConfig
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import Bytes, UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import PeerGone, TransferTimeout
-from pdkv.wire.kv import ConnectorKind
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +203,7 @@ class SocketConnector(KVConnector):
 
     options_type = SocketOptions
     options: SocketOptions
-    kind: ClassVar[ConnectorKind] = "pull"
+    declares = ConnectorPlan(interface=2, kind="pull")
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from pdkv.base.options import options_of
 from pdkv.cli.main import main
-from pdkv.connectors import base, registry
-from pdkv.connectors.base import Requirement
+from pdkv.connectors import plan, registry
+from pdkv.connectors.plan import Requirement
 from pdkv.errors import ConfigError
 
 
@@ -47,8 +47,8 @@ def test_what_options_choose_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_package_that_is_missing_is_shown_and_ends_the_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_spec = base.find_spec
-    monkeypatch.setattr(base, "find_spec", lambda name: None if name == "redis" else find_spec(name))
+    find_spec = plan.find_spec
+    monkeypatch.setattr(plan, "find_spec", lambda name: None if name == "redis" else find_spec(name))
     assert "(not installed: pip install 'pdkv[redis]')" in show("store", capsys)
     with pytest.raises(ConfigError, match=r"connector store needs redis, which is not installed: pip install 'pdkv\["):
         registry.check_connector("store", {"url": "redis://localhost:1"})
@@ -83,10 +83,10 @@ def test_options_are_checked_without_a_model(name: str, options: dict[str, str],
 
 def test_a_store_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
     options = {"url": "redis://127.0.0.1:1", "connect_timeout_s": "1"}
-    assert "127.0.0.1:1" in registry.check_connector("store", options).probe(options)
+    assert "127.0.0.1:1" in registry.probe_connector(registry.check_connector("store", options))
     options = {"url": "memory://"}
-    assert registry.check_connector("store", options).probe(options) == ""
+    assert registry.probe_connector(registry.check_connector("store", options)) == ""
     options = {"path": str(tmp_path / "store")}
-    assert registry.check_connector("shared_storage", options).probe(options) == ""
-    options = {"connectors": "memory,store", "store.url": "redis://127.0.0.1:1"}
-    assert registry.check_connector("multi", options).probe(options).startswith("store: redis at 127.0.0.1:1")
+    assert registry.probe_connector(registry.check_connector("shared_storage", options)) == ""
+    both = registry.check_connector("multi", {"connectors": "memory,store", "store.url": "redis://127.0.0.1:1"})
+    assert registry.probe_connector(both).startswith("store: redis at 127.0.0.1:1")

@@ -7,9 +7,10 @@ import pytest
 from pdkv.base import registry as plug_points
 from pdkv.connectors import registry
 from pdkv.connectors.base import KVConnector
+from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.errors import ConfigError, UnknownConnector
 
-DIRECT = "pdkv.connectors.base:KVConnector"
+DIRECT = "pdkv.connectors.p2p.connector:P2PConnector"
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
 def test_every_shipped_name_resolves_to_a_connector(name: str) -> None:
     connector = registry.load_connector(name)
     assert issubclass(connector, KVConnector)
-    assert connector.orders()
+    assert connector.declares.orders
 
 
 def test_an_unknown_name_lists_the_known_ones(installed: list[EntryPoint]) -> None:
@@ -36,7 +37,7 @@ def test_an_unknown_name_lists_the_known_ones(installed: list[EntryPoint]) -> No
 def test_an_entry_point_is_found_and_loaded(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("theirs", DIRECT, "pdkv.connectors"))
     assert registry.connector_targets()["theirs"] == DIRECT
-    assert registry.load_connector("theirs") is KVConnector
+    assert registry.load_connector("theirs") is P2PConnector
 
 
 def test_an_entry_point_does_not_take_a_shipped_name_over(installed: list[EntryPoint]) -> None:
@@ -46,7 +47,7 @@ def test_an_entry_point_does_not_take_a_shipped_name_over(installed: list[EntryP
 
 
 def test_module_and_class_can_be_given_directly() -> None:
-    assert registry.load_connector(DIRECT) is KVConnector
+    assert registry.load_connector(DIRECT) is P2PConnector
 
 
 @pytest.mark.parametrize("name", ["no_such_package.module:Class", "pdkv.connectors.base:NoSuchClass"])

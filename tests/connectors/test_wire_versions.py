@@ -11,7 +11,7 @@ from push_rig import make_layout
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.multi.wire import encode_handshake
-from pdkv.connectors.registry import choose_connector, make_connector
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.wire.kv import EngineCard
 
 OPTIONS = {
@@ -28,17 +28,19 @@ def make(name: str) -> KVConnector:
     if not any(importlib.util.find_spec(module) for module in NEEDS.get(name, ("torch",))):
         pytest.skip(f"{name} needs {' or '.join(NEEDS[name])}")
     config = ConnectorConfig(
-        engine="decode-0", epoch="1", layout=make_layout(), num_blocks=NUM_BLOCKS, options=OPTIONS[name], model="m"
-    )
-    return make_connector(name, config, lambda: None)
+        engine="decode-0", epoch="1", layout=make_layout(), num_blocks=NUM_BLOCKS, model="m",
+        plan=plan_connector(name, OPTIONS[name]),
+    )  # fmt: skip
+    return build_connector(config, lambda: None)
 
 
 def card_of(name: str, versions: dict[str, int], blobs: Sequence[bytes]) -> EngineCard:
     """A prefill engine's that speaks these versions."""
-    kind = choose_connector(name, OPTIONS[name])
+    plan = plan_connector(name, OPTIONS[name])
     return EngineCard(
-        engine="prefill-0", epoch="1", role="prefill", pid=1, connector=name, kind=kind.kind, content_addressed=False,
-        orders=kind.orders(), model="m", layout=make_layout(), hash_block_size=HASH_BLOCK_SIZE, num_blocks=NUM_BLOCKS,
+        engine="prefill-0", epoch="1", role="prefill", pid=1, connector=name, kind=plan.kind, orders=list(plan.orders),
+        content_addressed=False, model="m", layout=make_layout(), hash_block_size=HASH_BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
         max_model_len=128, max_num_seqs=8, rank_blobs=list(blobs), version="9.9", wire_versions=versions,
     )  # fmt: skip
 
@@ -49,7 +51,7 @@ def test_a_peer_of_another_version_is_refused_before_anything_else_of_its_card_i
 ) -> None:
     """What a version that is to come puts into its card can be anything."""
     connector = make(name)
-    versions = type(connector).wire_versions(name)
+    versions = connector.config.plan.wire_versions
     child, own = next(iter(versions.items()))  # of multi: its first child
     blob = b"of a version to come"
     blobs = [encode_handshake(["p2p", "shared_memory"], [blob, blob])] if name == "multi" else [blob]
@@ -73,7 +75,7 @@ def test_a_peer_of_the_same_version_is_not(name: str, caplog: pytest.LogCaptureF
     scheduler, worker = connector.make_scheduler_side(), connector.make_worker_side(0)
     worker.register_kv_caches(torch.zeros(shape) if pool is None else pool)
     with caplog.at_level(logging.WARNING):
-        scheduler.update_peers([card_of(name, type(connector).wire_versions(name), [worker.handshake()])])
+        scheduler.update_peers([card_of(name, connector.config.plan.wire_versions, [worker.handshake()])])
     assert "speaks version" not in caplog.text
     scheduler.shutdown()
     worker.shutdown()
@@ -81,7 +83,7 @@ def test_a_peer_of_the_same_version_is_not(name: str, caplog: pytest.LogCaptureF
 
 
 def test_several_connectors_in_one_tell_the_versions_of_all() -> None:
-    multi = choose_connector("multi", OPTIONS["multi"])
-    assert multi.wire_versions("multi") == {
-        name: choose_connector(name, {}).wire_version for name in ("p2p", "shared_memory")
-    } | {"multi": multi.wire_version}
+    multi = plan_connector("multi", OPTIONS["multi"])
+    assert multi.wire_versions == {name: plan_connector(name, {}).wire_version for name in ("p2p", "shared_memory")} | {
+        "multi": multi.wire_version
+    }

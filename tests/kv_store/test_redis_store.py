@@ -11,7 +11,7 @@ import redis
 from no_descriptors import no_descriptors
 from store_servers import RedisServer, impatient
 
-from pdkv.connectors.store.url import StoreUrlConnector
+from pdkv.connectors.registry import plan_connector, probe_connector
 from pdkv.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.terms import Terms
@@ -238,7 +238,7 @@ def test_a_node_of_a_cluster_is_named_at_the_start(tmp_path: Path, tiers: str) -
 
         thread = threading.Thread(target=serve)
         thread.start()
-        problem = StoreUrlConnector.probe({"url": f"{tiers}unix://{tmp_path}/redis"})
+        problem = probe_connector(plan_connector("store", {"url": f"{tiers}unix://{tmp_path}/redis"}))
         thread.join(WAIT_S)
         assert not thread.is_alive()
     assert "MOVED 3999 10.0.0.2:6379: a node of a Redis Cluster" in problem

@@ -15,6 +15,7 @@ from coroutines import clock, run
 from traffic import wait_until_true
 
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError, StartupError
 from pdkv.host.linux import become_subreaper
 from pdkv.launch import children
@@ -27,7 +28,7 @@ PR_SET_CHILD_SUBREAPER = 36
 FakeChild = Callable[[str, int, str], Child]
 
 SPEC = EngineSpec(
-    name="decode-0", role="decode", epoch="1", config=EngineConfig(), handoff=HandoffConfig(),
+    name="decode-0", role="decode", epoch="1", config=EngineConfig(), handoff=HandoffConfig(), connector=NO_PLAN,
     endpoint="ipc://decode-0", num_engines=1,
 )  # fmt: skip
 

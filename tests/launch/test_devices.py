@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError
 from pdkv.launch import devices as devices_module
 from pdkv.launch.devices import keep_devices, place_on_devices
@@ -21,7 +22,14 @@ def counted_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def engine(name: str, device: str = "cuda", **options: object) -> EngineSpec:
     config = EngineConfig(device=device, **options)  # type: ignore[arg-type]
     return EngineSpec(
-        name=name, role="any", epoch="", config=config, handoff=HandoffConfig(), endpoint="", num_engines=1
+        name=name,
+        role="any",
+        epoch="",
+        config=config,
+        handoff=HandoffConfig(),
+        connector=NO_PLAN,
+        endpoint="",
+        num_engines=1,
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
+from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError
 from pdkv.host import memory_limits
 from pdkv.host.memory_limits import MemoryBound
@@ -25,7 +26,14 @@ KEY, VALUE = b"key", memoryview(bytes(range(256)) * 1000)
 def engine(name: str, tp: int = 1) -> EngineSpec:
     config = EngineConfig(tp=tp)
     return EngineSpec(
-        name=name, role="any", epoch="", config=config, handoff=HandoffConfig(), endpoint="", num_engines=1
+        name=name,
+        role="any",
+        epoch="",
+        config=config,
+        handoff=HandoffConfig(),
+        connector=NO_PLAN,
+        endpoint="",
+        num_engines=1,
     )
 
 

@@ -5,28 +5,24 @@ from pathlib import Path
 import pytest
 
 from pdkv.config import HandoffConfig, TiersConfig
-from pdkv.connectors.multi.connector import MultiConnector, parse_children
-from pdkv.connectors.registry import choose_connector
+from pdkv.connectors.multi.connector import MultiConnector
+from pdkv.connectors.plan import ConnectorPlan
+from pdkv.connectors.registry import connector_class, plan_connector
 from pdkv.errors import ConfigError
-from pdkv.launch.kv_tiers import add_tiers, connector_with, describe_tiers
+from pdkv.launch.kv_tiers import describe_tiers, plan_with_tiers
 
 DIRECTORY = Path("/tmp/a, b?")
 HOST = "host:///tmp/a%2C%20b%3F?segment=decode-0"
 BOTH = TiersConfig(kv_host_memory=1 << 30, kv_store="redis://:secret@localhost:6379/0")
 
 
-def with_tiers(tiers: TiersConfig, connector: str, **options: str) -> HandoffConfig:
+def with_tiers(tiers: TiersConfig, connector: str, **options: str) -> ConnectorPlan:
     given = {name.replace("__", "."): value for name, value in options.items()}
-    handoff = HandoffConfig(connector=connector, connector_config=given, lease_timeout_s=100)
-    made = add_tiers(handoff, tiers, DIRECTORY, "decode-0")
-    assert (made.connector, made.lease_timeout_s) == (connector_with(handoff, tiers), 100)
-    choose_connector(made.connector, made.connector_config)  # accepts every option
-    return made
+    return plan_with_tiers(HandoffConfig(connector=connector, connector_config=given), tiers, DIRECTORY, "decode-0")
 
 
-def test_without_tiers_a_hand_off_stays_as_it_is() -> None:
-    handoff = HandoffConfig(connector="p2p")
-    assert add_tiers(handoff, TiersConfig(), DIRECTORY, "decode-0") is handoff
+def test_without_tiers_a_connector_stays_as_it_is() -> None:
+    assert with_tiers(TiersConfig(), "p2p") == plan_connector("p2p", {})
     assert describe_tiers(TiersConfig()) == ""
 
 
@@ -34,7 +30,7 @@ def test_without_tiers_a_hand_off_stays_as_it_is() -> None:
 def test_tiers_are_one_more_child_behind_the_hand_off(connector: str) -> None:
     own = {"path": "/tmp/kv"} if connector == "shared_storage" else {}
     made = with_tiers(BOTH, connector, **own, store__load="layerwise")
-    first, tiers = parse_children(made.connector_config)
+    first, tiers = made.parts
     assert (first.name, dict(first.options)) == (connector, own)
     assert tiers.name == "store"
     assert dict(tiers.options) == {"url": f"{HOST},{BOTH.kv_store}", "load": "layerwise"}
@@ -48,24 +44,24 @@ def test_tiers_are_one_more_child_behind_the_hand_off(connector: str) -> None:
     ],
 )
 def test_either_may_be_alone(tiers: TiersConfig, url: str) -> None:
-    assert with_tiers(tiers, "shared_memory").connector_config["store.url"] == url
+    assert with_tiers(tiers, "shared_memory").parts[-1].options["url"] == url
 
 
 def test_several_connectors_get_one_more() -> None:
     made = with_tiers(BOTH, "multi", connectors="shared_memory, shared_storage", shared_storage__path="/tmp/kv")
-    assert [child.name for child in parse_children(made.connector_config)] == [
+    assert [child.name for child in made.parts] == [
         "shared_memory",
         "shared_storage",
         "store",
     ]
-    assert issubclass(choose_connector(made.connector, made.connector_config), MultiConnector)
+    assert connector_class(made) is MultiConnector
 
 
 def test_host_memory_goes_in_front_of_a_store_that_hands_over() -> None:
     made = with_tiers(BOTH, "store", url="file:///shared", load="layerwise")
-    assert made.connector == "store"
-    assert made.connector_config == {"url": f"{HOST},file:///shared,{BOTH.kv_store}", "load": "layerwise"}
-    assert with_tiers(TiersConfig(kv_host_memory=1 << 30), "store").connector_config == {"url": HOST}
+    assert made.name == "store"
+    assert made.options == {"url": f"{HOST},file:///shared,{BOTH.kv_store}", "load": "layerwise"}
+    assert with_tiers(TiersConfig(kv_host_memory=1 << 30), "store").options == {"url": HOST}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,7 @@ def test_host_memory_goes_in_front_of_a_store_that_hands_over() -> None:
 )
 def test_what_cannot_be_is_named(tiers: TiersConfig, connector: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        add_tiers(HandoffConfig(connector=connector, connector_config=options), tiers, DIRECTORY, "decode-0")
+        plan_with_tiers(HandoffConfig(connector=connector, connector_config=options), tiers, DIRECTORY, "decode-0")
 
 
 def test_people_read_them_without_a_password() -> None:

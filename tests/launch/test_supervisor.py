@@ -12,6 +12,7 @@ import pytest
 from coroutines import clock, run
 
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError, IncompatiblePeers, StartupError
 from pdkv.host.memory_limits import num_oom_kills
 from pdkv.launch import supervisor as module
@@ -74,7 +75,8 @@ class Deck:
         engines = [
             EngineSpec(
                 name=f"decode-{i}", role="decode", epoch="", config=EngineConfig(tp=2 if i and store else 1),
-                handoff=HandoffConfig(), endpoint=f"ipc://decode-{i}", num_engines=2, store=store if i else None,
+                handoff=HandoffConfig(), connector=NO_PLAN, endpoint=f"ipc://decode-{i}",
+                num_engines=2, store=store if i else None,
             )
             for i in range(2)
         ]  # fmt: skip
@@ -280,7 +282,7 @@ def test_stop_kills_who_does_not_go(deck: Deck) -> None:
 def another(name: str = "decode-2") -> tuple[EngineSpec, EngineAddress]:
     """One more engine."""
     spec = EngineSpec(
-        name=name, role="decode", epoch="", config=EngineConfig(), handoff=HandoffConfig(), endpoint=f"ipc://{name}",
+        name=name, role="decode", epoch="", config=EngineConfig(), handoff=HandoffConfig(), connector=NO_PLAN, endpoint=f"ipc://{name}",
         num_engines=3,
     )  # fmt: skip
     return spec, EngineAddress(name, "decode", spec.endpoint)

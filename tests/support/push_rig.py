@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,7 +28,8 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.plan import ConnectorPlan
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.errors import KVCorrupted
@@ -65,11 +65,11 @@ def view(transfer_id: str, *, kv: Any, num_tokens: int, **rest: Any) -> RequestV
 
 
 class RankedEngine:
-    """One engine; `connector` is the class or its name, `options` its --connector-config."""
+    """One engine; `connector` is the class, its name with `options`, or the plan."""
 
     def __init__(
         self,
-        connector: type[KVConnector] | str,
+        connector: type[KVConnector] | str | ConnectorPlan,
         name: str,
         *,
         epoch: str = "1",
@@ -90,13 +90,15 @@ class RankedEngine:
         self.step_id = 0
         self.earlier_steps: StepDone | None = None  # of the next steps
         self.woken = threading.Semaphore(0)
+        if isinstance(connector, type):
+            connector = f"{connector.__module__}:{connector.__qualname__}"
+        plan = connector if isinstance(connector, ConnectorPlan) else plan_connector(connector, options)
         config = ConnectorConfig(
-            engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options, model=model, tp=tp,
+            engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, plan=plan, model=model, tp=tp,
             device=device, kv_checksum=kv_checksum, kv_shards=max(kv_shards, tp), clock=clock,
         )  # fmt: skip
-        make = partial(make_connector, connector) if isinstance(connector, str) else connector
         self.connectors: list[Any] = [
-            make(msgspec.structs.replace(config, rank=rank), self.woken.release) for rank in range(tp)
+            build_connector(msgspec.structs.replace(config, rank=rank), self.woken.release) for rank in range(tp)
         ]
         first = self.connectors[0]
         self.table = first.make_block_table()
@@ -106,8 +108,8 @@ class RankedEngine:
         for worker, pool in zip(self.workers, self.pools, strict=True):
             worker.register_kv_caches(pool)
         self.card = EngineCard(
-            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind=first.kind,
-            content_addressed=first.content_addressed, orders=first.orders(), model=model, layout=self.layout,
+            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind=plan.kind,
+            content_addressed=plan.content_addressed, orders=list(plan.orders), model=model, layout=self.layout,
             hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks, max_model_len=4096, max_num_seqs=8, tp=tp,
             rank_blobs=[worker.handshake() for worker in self.workers], kv_checksum=kv_checksum,
         )  # fmt: skip

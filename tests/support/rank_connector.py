@@ -20,7 +20,8 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.wire.kv import ConnectorKind, EngineCard
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.reports import ConnectorStats
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class RankWorker(WorkerConnector):
 class RankConnector(KVConnector):
     """Found by (engine, rank) in `made`, for tests whose ranks are threads."""
 
-    kind: ClassVar[ConnectorKind] = "store"
+    declares = ConnectorPlan(interface=INTERFACE, kind="store")
     metadata_type: ClassVar[type[KVConnectorMetadata]] = Note
     made: ClassVar[dict[tuple[str, int], "RankConnector"]] = {}
 

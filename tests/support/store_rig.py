@@ -24,6 +24,7 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.plan import StoreMetadata
@@ -139,6 +140,11 @@ class RigConnector(StoreConnector):
         return self.current
 
 
+def rig_plan(options: Mapping[str, str]) -> ConnectorPlan:
+    """Of a RigConnector."""
+    return msgspec.structs.replace(RigConnector.plan(options), options=options)
+
+
 def make_layout(block_size: int, tp: int = 1, groups: tuple[KVGroup, ...] = ()) -> KVLayout:
     return KVLayout(
         num_layers=len(groups[0].layers) if groups else 3, num_kv_heads=max(TOTAL_HEADS // tp, 1), head_size=4,
@@ -182,8 +188,8 @@ class Engine:
     ) -> None:
         self.name, self.tp = name, tp
         options = {**AMPLE, **options}
-        codec = RigConnector.kv_codec(options)
-        self.layout = msgspec.structs.replace(make_layout(block_size, tp, groups), codec=codec)
+        plan = rig_plan(options)
+        self.layout = msgspec.structs.replace(make_layout(block_size, tp, groups), codec=plan.codec)
         self.block_size = block_size
         self.woken = threading.Semaphore(0)
         self.step_id = 0
@@ -192,7 +198,7 @@ class Engine:
         self.connectors = [
             RigConnector(
                 ConnectorConfig(
-                    engine=name, epoch="1", layout=self.layout, num_blocks=NUM_BLOCKS, options=options, model="m",
+                    engine=name, epoch="1", layout=self.layout, num_blocks=NUM_BLOCKS, plan=plan, model="m",
                     rank=rank, tp=tp, kv_shards=max(kv_shards, tp), clock=clock,
                 ),
                 self.woken.release,
@@ -404,12 +410,12 @@ KEYS = chain(16, "0")
 def order(engine: Engine, action: Any, keys: list[bytes] | None = KEYS, **fields: Any) -> dict[str, TierAnswer]:
     """What all ranks together answer, by tier."""
     asked = CacheOrder(order_id="o", action=action, keys=keys, **{"timeout_s": 60.0, **fields})
-    assert engine.scheduler.order_tiers(asked) == 1
+    assert engine.scheduler.tiers.order(asked) == 1
     meta = engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], []))
     for worker in engine.workers:
         worker.start_load_kv(meta)
     joined = TransferAggregator(engine.tp)
-    while not (answers := engine.scheduler.take_tier_answers()):
+    while not (answers := engine.scheduler.tiers.take_answers()):
         assert engine.woken.acquire(timeout=WAIT_S)
         results = engine.scheduler.resolve_results(joined.add([worker.get_finished() for worker in engine.workers]))
         assert not results, "none of the engine's business"

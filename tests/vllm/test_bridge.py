@@ -16,7 +16,7 @@ from store_servers import RedisServer
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import BlockHold, ConnectorConfig, KVConnector, TransferKey
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.errors import ConfigError
 from pdkv.vllm.engine import choose_connector
 from pdkv.vllm.peers import CardDirectory
@@ -59,9 +59,10 @@ class Vllm:
     ) -> None:
         self.wake = threading.Event()
         config = ConnectorConfig(
-            engine=name, epoch=f"{name}.0", layout=LAYOUT, num_blocks=staging, options=options, model="m"
-        )
-        self.connector = make_connector(connector, config, self.wake.set)
+            engine=name, epoch=f"{name}.0", layout=LAYOUT, num_blocks=staging, plan=plan_connector(connector, options),
+            model="m",
+        )  # fmt: skip
+        self.connector = build_connector(config, self.wake.set)
         shows_pool = type(self.connector).make_block_table is not KVConnector.make_block_table
         self.scheduler = VllmScheduler(
             self.connector.make_scheduler_side(),

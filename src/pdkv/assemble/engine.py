@@ -15,7 +15,8 @@ from pdkv.base.version import VERSION
 from pdkv.config import EngineConfig, HandoffConfig, is_paced, paced_part
 from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
-from pdkv.connectors.registry import choose_connector, make_connector
+from pdkv.connectors.plan import NO_PLAN, ConnectorPlan
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.drafts import Proposer
@@ -63,7 +64,8 @@ class _Plan(NamedTuple):
     """What all parts of an engine are made from, the same on each of its ranks."""
 
     config: EngineConfig
-    handoff: HandoffConfig | None
+    handoff: HandoffConfig
+    connector: ConnectorPlan | None
     name: str
     epoch: str
     kv_shards: int
@@ -77,6 +79,7 @@ class _Plan(NamedTuple):
         cls,
         config: EngineConfig,
         handoff: HandoffConfig | None,
+        connector: ConnectorPlan | None,
         name: str,
         epoch: str,
         kv_shards: int,
@@ -84,10 +87,23 @@ class _Plan(NamedTuple):
     ) -> "_Plan":
         """Raises ConfigError: a model directory that is missing, broken or not supported, an unknown processor."""
         model = resolve_fp8(config, load_model_config(config.model, config.max_model_len), resolve_device(config))
-        limits = _limits(config, handoff or HandoffConfig(), proposer)
+        if handoff is not None and connector is None:
+            connector = plan_connector(handoff.connector, handoff.connector_config)
+        handoff = handoff or HandoffConfig()
+        limits = _limits(config, handoff, proposer)
         info = ModelInfo(model.vocab_size, tuple(model.eos_token_ids), config.model)
         processors = ProcessorSet.load(config.processor_names, info)
-        return cls(config, handoff, name, epoch, kv_shards, model, limits, proposer, processors)
+        return cls(config, handoff, connector, name, epoch, kv_shards, model, limits, proposer, processors)
+
+    @property
+    def hit_tokens(self) -> int:
+        """Where what others have stored ends; 0: the engine finds nothing by content."""
+        return 0 if self.connector is None else self.connector.hit_spacing(self.config.block_size)
+
+    def layout_of(self, executor: ModelExecutor) -> KVLayout:
+        """The executor's. What a lossy codec has been at is keyed apart from what is exact, wherever it lies."""
+        codec = "" if self.connector is None else self.connector.codec
+        return msgspec.structs.replace(executor.layout, codec=codec)
 
     def open_model(self) -> ModelSource:
         """The weights; their identity is taken while they are loaded. Raises ModelError."""
@@ -111,6 +127,7 @@ class _Plan(NamedTuple):
 def build_engine(
     config: EngineConfig,
     handoff: HandoffConfig | None = None,
+    connector: ConnectorPlan | None = None,
     *,
     name: str,
     epoch: str,
@@ -126,6 +143,7 @@ def build_engine(
 
     Args:
         handoff: None: an engine without a connector.
+        connector: the plan of the connector; None: of the one that `handoff` names.
         kv_shards: parts that stored KV heads are cut into, the same in all engines.
         place: where the other ranks are, for config.tp > 1.
         notify: thread-safe; the connector and what matches grammars wake the engine's loop with it.
@@ -137,7 +155,7 @@ def build_engine(
         ConfigError: a wrong value, model directory or connector.
         RankError: another rank failed.
     """
-    plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
+    plan = _Plan.read(config, handoff, connector, name, epoch, kv_shards, proposer)
     if config.tp > 1 and place is None:
         raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; here is only this one")
     grammars = plan.make_grammars(notify)
@@ -145,19 +163,20 @@ def build_engine(
         on_progress("loading weights")
         executor, identity = _load(source, on_identity, lambda: _make_executor(plan, source, place, grammars))
     on_progress(f"allocating {executor.num_blocks} KV blocks")
-    connector: KVConnector | None = None
+    built: KVConnector | None = None
     try:
         _check_pool_memory(config, executor)
-        connector = _make_connector(plan, identity, executor, notify)
-        return _connect(plan, identity, role, connector, executor, grammars)
+        built = _make_connector(plan, identity, executor, notify)
+        return _connect(plan, identity, role, built, executor, grammars)
     except BaseException:
-        _shut_down(executor, connector)
+        _shut_down(executor, built)
         raise
 
 
 def run_rank(
     config: EngineConfig,
     handoff: HandoffConfig | None = None,
+    connector: ConnectorPlan | None = None,
     *,
     name: str,
     epoch: str,
@@ -181,28 +200,28 @@ def run_rank(
     rank = place.rank
     first = FirstRank(place.sockets[0], rank, timeout_s=config.rank_timeout_s, start_timeout_s=place.start_timeout_s)
     executor: InProcessExecutor | None = None
-    connector: KVConnector | None = None
+    built: KVConnector | None = None
     try:
-        plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
+        plan = _Plan.read(config, handoff, connector, name, epoch, kv_shards, proposer)
         with plan.open_model() as source:
             masks = RankMasks(first.hear_masks)
             executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, place, masks))
         executor.num_blocks = first.wait_to_attach(executor.num_blocks, identity)
         on_progress(f"allocating {executor.num_blocks} KV blocks")
         _check_pool_memory(config, executor)
-        connector = _make_connector(plan, identity, executor, first.notify, rank=rank)
-        worker = connector.make_worker_side(rank) if connector is not None else None
-        (info,) = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
+        built = _make_connector(plan, identity, executor, first.notify, rank=rank)
+        worker = built.make_worker_side(rank) if built is not None else None
+        (info,) = executor.attach(built.allocate_kv_cache() if built is not None else None, worker)
         first.attached(info)
         on_ready()
-        metadata_type = KVConnectorMetadata if connector is None else connector.metadata_type
+        metadata_type = KVConnectorMetadata if built is None else built.metadata_type
         first.follow(executor, metadata_type)
     except Exception as error:
         first.give_up(error)
         raise
     finally:
         if executor is not None:
-            _shut_down(executor, connector)
+            _shut_down(executor, built)
         first.close()
 
 
@@ -292,8 +311,8 @@ def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None, masks:
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         parallel=ALONE if place is None else _join(plan.config, place),
         weights=source.files,
-        grouped=_knows_groups(plan.handoff),
-        hit_tokens=_hit_tokens(plan),
+        grouped=plan.connector is None or "windows" in plan.connector.layouts,
+        hit_tokens=plan.hit_tokens,
         proposer=plan.proposer,
         processors=plan.processors,
         masks=masks,
@@ -301,40 +320,18 @@ def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None, masks:
     )
 
 
-def _knows_groups(handoff: HandoffConfig | None) -> bool:
-    """Whether layers with a window may have blocks of their own. Raises what `choose_connector` raises."""
-    return handoff is None or choose_connector(handoff.connector, handoff.connector_config).kv_groups
-
-
-def _hit_tokens(plan: _Plan) -> int:
-    """Where what others have stored ends; 0: the engine finds nothing by content."""
-    if plan.handoff is None:
-        return 0
-    options = plan.handoff.connector_config
-    return choose_connector(plan.handoff.connector, options).hit_tokens(options, plan.config.block_size)
-
-
-def _layout(plan: _Plan, executor: ModelExecutor) -> KVLayout:
-    """The executor's. What a lossy codec has been at is keyed apart from what is exact, wherever it lies."""
-    if plan.handoff is None:
-        return executor.layout
-    options = plan.handoff.connector_config
-    codec = choose_connector(plan.handoff.connector, options).kv_codec(options)
-    return msgspec.structs.replace(executor.layout, codec=codec)
-
-
 def _make_connector(
     plan: _Plan, identity: str, executor: ModelExecutor, notify: Callable[[], None], *, rank: int = 0
 ) -> KVConnector | None:
     """One rank's connector; None for an engine without."""
-    if plan.handoff is None:
+    if plan.connector is None:
         return None
     connector_config = ConnectorConfig(
         engine=plan.name,
         epoch=plan.epoch,
-        layout=_layout(plan, executor),
+        layout=plan.layout_of(executor),
         num_blocks=executor.num_blocks,
-        options=plan.handoff.connector_config,
+        plan=plan.connector,
         model=identity,
         rank=rank,
         tp=plan.config.tp,
@@ -342,7 +339,7 @@ def _make_connector(
         kv_checksum=plan.handoff.kv_checksum,
         device=resolve_device(plan.config).type,
     )
-    return make_connector(plan.handoff.connector, connector_config, notify)
+    return build_connector(connector_config, notify)
 
 
 def _connect(
@@ -356,19 +353,20 @@ def _connect(
         block_table = connector.make_block_table()
         scheduler_side = connector.make_scheduler_side()
         worker = connector.make_worker_side(0)
+    known = plan.connector or NO_PLAN
     ranks = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
     card = EngineCard(
         engine=plan.name,
         epoch=plan.epoch,
         role=role,
         pid=os.getpid(),
-        connector=plan.handoff.connector if plan.handoff is not None else "none",
-        kind=connector.kind if connector is not None else "store",
-        content_addressed=connector.content_addressed if connector is not None else False,
-        lends=connector.lends if connector is not None else False,
-        orders=connector.orders() if connector is not None else [],
+        connector=known.name,
+        kind=known.kind,
+        content_addressed=known.content_addressed,
+        lends=known.lends,
+        orders=list(known.orders) if plan.connector is not None else [],
         model=identity,
-        layout=_layout(plan, executor),
+        layout=plan.layout_of(executor),
         hash_block_size=HASH_BLOCK_SIZE,
         num_blocks=executor.num_blocks,
         max_model_len=executor.max_model_len,
@@ -378,8 +376,8 @@ def _connect(
         rank_blobs=[rank.blob for rank in ranks] if worker is not None else [],
         rank_pids=[rank.pid for rank in ranks],
         version=VERSION,
-        wire_versions=connector.wire_versions(plan.handoff.connector) if connector and plan.handoff else {},
-        kv_checksum=plan.handoff.kv_checksum if plan.handoff is not None else "off",
+        wire_versions=known.wire_versions if plan.connector is not None else {},
+        kv_checksum=plan.handoff.kv_checksum if plan.connector is not None else "off",
     )
     model = plan.model
 
@@ -392,11 +390,11 @@ def _connect(
         executor=executor,
         connector=scheduler_side,
         block_table=block_table,
-        handoff=plan.handoff or HandoffConfig(),
+        handoff=plan.handoff,
         limits=plan.limits,
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
-        hit_tokens=_hit_tokens(plan),
+        hit_tokens=plan.hit_tokens,
         grammars=grammars,
         processors=plan.processors,
         preemption=plan.config.preemption,

@@ -63,13 +63,13 @@ def run_list(_: argparse.Namespace) -> int:
     rows = [("NAME", "KIND", "CONTENT-ADDRESSED", "ORDERS", "CLASS")]
     for name, target in connector_targets().items():
         try:
-            connector = load_connector(name)
-        except (ConfigError, ImportError) as error:
+            plan = load_connector(name).declares
+        except ConfigError as error:
             rows.append((name, "-", "-", f"cannot be loaded: {error}", target))
             failed = True
             continue
-        content = "yes" if connector.content_addressed else "no"
-        rows.append((name, connector.kind, content, ",".join(connector.orders()), target))
+        content = "yes" if plan.content_addressed else "no"
+        rows.append((name, plan.kind, content, ",".join(plan.orders), target))
     print_table(rows)
     return int(failed)
 

@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from pdkv.base.options import Option, OptionTexts, options_of
+from pdkv.base.options import Option, options_of
 from pdkv.cli.options import capitalized, connector_options
-from pdkv.connectors.base import KVConnector, Requirement
-from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.connectors.base import KVConnector
+from pdkv.connectors.plan import ConnectorPlan, Requirement
+from pdkv.connectors.registry import connector_target, load_connector, plan_connector
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 
@@ -32,32 +33,29 @@ def add_show(subcommands: "argparse._SubParsersAction[Any]") -> None:
 def run_show(arguments: argparse.Namespace) -> int:
     """Run `pd connector show`."""
     name = arguments.connector
-    connector = load_connector(name)
-    options = connector_options(arguments.connector_config)
-    if options:
-        connector = connector.for_options(OptionTexts(options, f"connector {name}"))
-    print_connector(name, connector, options, sys.stdout)
+    print_connector(name, connector_options(arguments.connector_config), sys.stdout)
     return 0
 
 
-def print_connector(name: str, connector: type[KVConnector], options: Mapping[str, str], out: TextIO) -> None:
-    """Everything about a connector, for people."""
-    module = sys.modules[load_connector(name).__module__]
+def print_connector(name: str, options: Mapping[str, str], out: TextIO) -> None:
+    """Everything about a connector, for people; without options: what it is and may need with any."""
+    connector = load_connector(name)
+    plan = plan_connector(name, options) if options else connector.declares
+    module = sys.modules[connector.__module__]
     title = (module.__doc__ or "").strip().partition("\n")[0].removeprefix(f"The `{name}` connector: ")
     print(f"{name}: {title}\n" if title else f"{name}\n", file=out)
     rows = [("class", connector_target(name))]
-    variants = {"": connector} if options else _variants(connector)
+    variants = {"": plan} if options else _variants(name, connector)
     if "connectors" in connector.options_type.names() and not options:
         rows.append(("kind, orders", "those of its children: show them with --connector-config connectors=NAME,…"))
     else:
         rows.append(("kind", "; ".join(f"{variant.kind}{when}" for when, variant in variants.items())))
-        orders = [f"{', '.join(variant.orders())}{when}" for when, variant in variants.items()]
+        orders = [f"{', '.join(variant.orders)}{when}" for when, variant in variants.items()]
         rows.append(("orders", "; ".join(dict.fromkeys(orders))))
-        rows.append(("finds KV by content", "yes" if connector.content_addressed else "no"))
-    if connector.one_process:
+        rows.append(("finds KV by content", "yes" if plan.content_addressed else "no"))
+    if plan.one_process:
         rows.append(("between", "engines of one process only"))
-    requirements = connector.requirements(options)
-    rows.append(("needs", "nothing more" if not requirements else "; ".join(map(_describe, requirements))))
+    rows.append(("needs", "nothing more" if not plan.requirements else "; ".join(map(_describe, plan.requirements))))
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
         print(f"{label:<{width}}  {text}", file=out)
@@ -66,18 +64,18 @@ def print_connector(name: str, connector: type[KVConnector], options: Mapping[st
         _print_option(item, out)
 
 
-def _variants(connector: type[KVConnector]) -> dict[str, type[KVConnector]]:
-    """The classes that one option alone chooses, by " with NAME=VALUE"; the default's under ""."""
-    found = {"": connector}
+def _variants(name: str, connector: type[KVConnector]) -> dict[str, ConnectorPlan]:
+    """The plans that one option alone chooses, by " with NAME=VALUE"; the default's under ""."""
+    found = {"": connector.declares}
     for item in options_of(connector.options_type).values():
         for choice in item.choices:
             try:
-                variant = connector.for_options({item.name: choice})
+                variant = plan_connector(name, {item.name: choice})
             except ConfigError:  # other options must be given, too
                 continue
             if choice == item.default:
                 found[""] = variant
-            elif (variant.kind, variant.orders()) != (found[""].kind, found[""].orders()):
+            elif (variant.kind, variant.orders) != (found[""].kind, found[""].orders):
                 found[f" with {item.name}={choice}"] = variant
     return found
 

@@ -5,13 +5,13 @@ import dataclasses
 import logging
 
 from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
-from pdkv.connectors.registry import connector_target
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.errors import ConfigError
 from pdkv.launch.config import HostedEngine
 from pdkv.launch.cpus import default_threads, split_cpu_bind
 from pdkv.launch.devices import place_on_devices
 from pdkv.launch.host_memory import DIRECTORY, HostMemory
-from pdkv.launch.kv_tiers import add_tiers, connector_with
+from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.launcher import ReadyLog, StopSignals, run_supervised
 from pdkv.launch.plan import check_memory
 from pdkv.launch.run_dir import RunDirectory
@@ -33,15 +33,14 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
     ClusterKey.read(hosted.cluster_key_file)
     load_model_config(config.model, config.max_model_len)
     check_memory([(config, 1)], tiers)
-    target = connector_target(connector_with(handoff, tiers))
 
     async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:
-        own = add_tiers(handoff, tiers, run_dir.path / DIRECTORY, hosted.name)
-        spec = plan_hosted(hosted, config, own, run_dir)
+        connector = plan_with_tiers(handoff, tiers, run_dir.path / DIRECTORY, hosted.name)
+        spec = plan_hosted(hosted, config, handoff, connector, run_dir)
         fleet = Fleet(
             engines=[spec],
             router=None,
-            connector_target=target,
+            connector_target=connector.build,
             start_timeout_s=hosted.start_timeout_s,
             use_fork_server=config.tp > 1,  # for one process its import of torch is not shared with anybody
         )
@@ -55,7 +54,11 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
 
 
 def plan_hosted(
-    hosted: HostedEngine, config: EngineConfig, handoff: HandoffConfig, run_dir: RunDirectory
+    hosted: HostedEngine,
+    config: EngineConfig,
+    handoff: HandoffConfig,
+    connector: ConnectorPlan,
+    run_dir: RunDirectory,
 ) -> EngineSpec:
     """The engine with this host to itself. Raises ConfigError for wrong --cpu-bind, --devices or --kv-shards."""
     kv_shards = hosted.kv_shards or config.tp
@@ -69,6 +72,7 @@ def plan_hosted(
         epoch="",
         config=dataclasses.replace(config, threads=threads),
         handoff=handoff,
+        connector=connector,
         endpoint=hosted.listen,
         num_engines=2,  # it has peers somewhere, or it would be a launch
         run_dir=run_dir.path,

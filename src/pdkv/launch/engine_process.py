@@ -16,8 +16,8 @@ import torch
 
 from pdkv.assemble.engine import RankPlace, build_engine, run_rank
 from pdkv.base.clock import MONOTONIC
-from pdkv.connectors.base import KVConnector
-from pdkv.connectors.registry import check_connector
+from pdkv.connectors.plan import ConnectorPlan
+from pdkv.connectors.registry import check_installed, probe_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import Intake, prepare
 from pdkv.engine.step_loop import StepLoop, make_step_loop
@@ -132,6 +132,7 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
         core = build_engine(
             spec.config,
             spec.handoff,
+            spec.connector,
             name=spec.name,
             role=spec.role,
             epoch=spec.epoch,
@@ -190,6 +191,7 @@ def _run_other_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
         run_rank(
             spec.config,
             spec.handoff,
+            spec.connector,
             name=spec.name,
             epoch=spec.epoch,
             kv_shards=spec.kv_shards,
@@ -228,17 +230,17 @@ def _freeze() -> None:
 
 def _check_connector(spec: EngineSpec) -> None:
     """Refuse a connector that could never join these engines. Raises ConfigError."""
-    connector = check_connector(spec.handoff.connector, spec.handoff.connector_config)
-    if connector.one_process and spec.num_engines > 1:
+    check_installed(spec.connector)
+    if spec.connector.one_process and spec.num_engines > 1:
         raise ConfigError(
-            f"connector {spec.handoff.connector!r} joins engines of one process only, and each of these "
+            f"connector {spec.connector.name!r} joins engines of one process only, and each of these "
             f"{spec.num_engines} has its own"
         )
     if spec.rank == 0:
-        _probe_connector(spec, connector)
+        _probe_connector(spec.connector)
 
 
-def _probe_connector(spec: EngineSpec, connector: type[KVConnector]) -> None:
+def _probe_connector(connector: ConnectorPlan) -> None:
     """Warn where what KV travels through cannot be reached; the engine starts all the same, since it may come up.
 
     Raises:
@@ -248,14 +250,14 @@ def _probe_connector(spec: EngineSpec, connector: type[KVConnector]) -> None:
 
     def probe() -> None:
         try:
-            problem = connector.probe(spec.handoff.connector_config)
+            problem = probe_connector(connector)
         except ConfigError as error:
             failures.append(error)
             return
         if problem:
             logger.warning(
                 "connector %s: %s; until it can be reached, prompts are computed instead",
-                spec.handoff.connector, problem,
+                connector.name, problem,
             )  # fmt: skip
 
     thread = threading.Thread(target=probe, name="pdkv-probe", daemon=True)  # a server may hang until its deadline

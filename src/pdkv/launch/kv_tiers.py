@@ -1,15 +1,18 @@
-"""Tiers of KV beside any hand-off: how --kv-host-memory and --kv-store become options of connectors.
+"""Tiers of KV beside any hand-off: how --kv-host-memory and --kv-store become a connector.
 
 The tiers are one more child of `multi`: a `store` whose URLs are the tiers, fastest first. A hit in a slower one is
 copied into the faster ones (kv_store/tiers.py). Where a store hands prompts over, host memory goes in front of it.
 """
 
-import dataclasses
 from pathlib import Path
 from urllib.parse import quote
 
+from pdkv.base.options import OptionTexts
 from pdkv.base.secret_options import without_secrets
 from pdkv.config import HandoffConfig, TiersConfig
+from pdkv.connectors.multi.connector import compose
+from pdkv.connectors.plan import ConnectorPlan
+from pdkv.connectors.registry import plan_connector
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 from pdkv.kv_store.registry import plan_store
@@ -20,49 +23,39 @@ CHILD = "store"
 _URL = f"{CHILD}.url"
 
 
-def add_tiers(handoff: HandoffConfig, tiers: TiersConfig, directory: Path, engine: str) -> HandoffConfig:
-    """The hand-off of one engine, beside its tiers.
+def plan_with_tiers(handoff: HandoffConfig, tiers: TiersConfig, directory: Path, engine: str) -> ConnectorPlan:
+    """The connector of one engine, with its tiers.
 
     Args:
         directory: where the launch names its segments of host memory.
 
     Raises:
-        ConfigError: --kv-store is no store's URL, or there are tiers already where these would be.
+        ConfigError: --kv-store is no store's URL, or there are tiers already where these would be; and as
+            `plan_connector`.
     """
+    name, options = handoff.connector, handoff.connector_config
     if not tiers.wanted:
-        return handoff
+        return plan_connector(name, options)
     host = f"host://{quote(str(directory), safe='/')}?segment={engine}" if tiers.kv_host_memory else ""
     _check_url(host, tiers.kv_store)
-    options = dict(handoff.connector_config)
-    if handoff.connector == CHILD:
-        options["url"] = _joined(host, options.get("url", ""), tiers.kv_store)
-        return dataclasses.replace(handoff, connector_config=options)
+    if name == CHILD:
+        return plan_connector(name, {**options, "url": _joined(host, options.get("url", ""), tiers.kv_store)})
     if _URL in options:
         raise ConfigError(
             f"--connector-config {_URL}={without_secrets(options[_URL])}: --kv-host-memory and --kv-store say which "
             "tiers there are: give the URL as --kv-store, or neither of them"
         )
-    options[_URL] = _joined(host, tiers.kv_store)
-    if handoff.connector == "multi":
-        children = [name.strip() for name in options.get("connectors", "").split(",")]
-        if CHILD in children:
-            raise ConfigError(
-                f"connector multi of {','.join(children)} has a {CHILD} already: name the tiers in its url, or leave "
-                "it out and give them as --kv-host-memory and --kv-store"
-            )
-    else:
-        children = [handoff.connector]
-        options = {
-            name if name.startswith(f"{CHILD}.") else f"{handoff.connector}.{name}": value
-            for name, value in options.items()
-        }
-    options["connectors"] = ",".join([*children, CHILD])
-    return dataclasses.replace(handoff, connector="multi", connector_config=options)
-
-
-def connector_with(handoff: HandoffConfig, tiers: TiersConfig) -> str:
-    """The connector that `add_tiers` makes of it."""
-    return "multi" if tiers.wanted and handoff.connector != CHILD else handoff.connector
+    children = [child.strip() for child in options.get("connectors", "").split(",")] if name == "multi" else []
+    if CHILD in children:
+        raise ConfigError(
+            f"connector multi of {','.join(children)} has a {CHILD} already: name the tiers in its url, or leave it "
+            "out and give them as --kv-host-memory and --kv-store"
+        )
+    others = {option: text for option, text in options.items() if not option.startswith(f"{CHILD}.")}
+    own = {option.removeprefix(f"{CHILD}."): text for option, text in options.items() if option not in others}
+    plan = plan_connector(name, others)
+    texts = OptionTexts({**own, "url": _joined(host, tiers.kv_store)}, f"connector {CHILD}", prefix=f"{CHILD}.")
+    return compose([*(plan.parts or [plan]), plan_connector(CHILD, texts)])
 
 
 def describe_tiers(tiers: TiersConfig) -> str:

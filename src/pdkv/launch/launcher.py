@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
@@ -19,7 +18,7 @@ from pdkv.launch.config import Deployment
 from pdkv.launch.control import ControlServer
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
 from pdkv.launch.host_memory import HostMemory
-from pdkv.launch.kv_tiers import add_tiers
+from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.plan import check_memory, plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
@@ -89,8 +88,7 @@ def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None
 
 def check_deployment(deployment: Deployment) -> None:
     """Refuse what can be seen to be wrong without a process. Raises ConfigError."""
-    connector_target(deployment.handoff.connector)
-    add_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
+    plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
     find_policy(deployment.launch.policy)
     check_parser_names(deployment.router.api.tool_parser, deployment.router.api.reasoning_parser)
     if deployment.router.observability.otlp_endpoint is not None:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pdkv.config import DEFAULT_MODEL, EngineConfig, TiersConfig
-from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import check_host_memory, format_bytes
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import default_threads, split_cpu_bind
 from pdkv.launch.devices import place_on_devices
 from pdkv.launch.host_memory import DIRECTORY
-from pdkv.launch.kv_tiers import add_tiers, connector_with
+from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet
@@ -69,7 +68,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     return Fleet(
         engines=engines,
         router=router,
-        connector_target=connector_target(connector_with(deployment.handoff, deployment.tiers)),
+        connector_target=plan_with_tiers(deployment.handoff, deployment.tiers, run_dir.path, "").build,
         start_timeout_s=launch.start_timeout_s,
         use_fork_server=launch.start_method == "fork",
     )
@@ -92,7 +91,8 @@ def plan_engine(
         role=ROLES[kind],
         epoch="",
         config=dataclasses.replace(config, threads=config.threads or own_cpus or default_threads(num_ranks)),
-        handoff=add_tiers(deployment.handoff, deployment.tiers, run_dir.path / DIRECTORY, name),
+        handoff=deployment.handoff,
+        connector=plan_with_tiers(deployment.handoff, deployment.tiers, run_dir.path / DIRECTORY, name),
         endpoint=run_dir.endpoint(name),
         num_engines=num_engines,
         run_dir=run_dir.path,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.kv import Order
@@ -21,6 +22,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     config: EngineConfig
     handoff: HandoffConfig
+    connector: ConnectorPlan  # of what `handoff` names, and of tiers beside it
     endpoint: str  # ZeroMQ endpoint to listen on
     num_engines: int  # of the whole deployment
     run_dir: Path | None = None  # the launch's private directory, deleted by whoever outlives the launcher

@@ -38,9 +38,9 @@ class AsyncLLM:
         **fields: Any,
     ) -> None:
         """Load the model; blocks until it can serve. Arguments and errors are those of `LLM`."""
-        self.config, handoff = read_config("AsyncLLM", model, connector, connector_config, fields)
+        self.config, handoff, plan = read_config("AsyncLLM", model, connector, connector_config, fields)
         self._requests = RequestMaker(self.config)
-        self._engine = EngineThread(self.config, handoff)
+        self._engine = EngineThread(self.config, handoff, plan)
         self._stop = weakref.finalize(self, self._engine.stop)
         self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
 

@@ -14,6 +14,7 @@ from pdkv.assemble.engine import build_engine
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.options import from_fields
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.step_loop import make_step_loop
 from pdkv.errors import ConfigError, EngineUnavailable
@@ -33,7 +34,7 @@ class LocalEngine:
     done: the engine is lost then, and every later call raises EngineUnavailable.
     """
 
-    def __init__(self, config: EngineConfig, handoff: HandoffConfig | None) -> None:
+    def __init__(self, config: EngineConfig, handoff: HandoffConfig | None, connector: ConnectorPlan | None) -> None:
         """Load the model.
 
         Raises:
@@ -41,7 +42,9 @@ class LocalEngine:
         """
         self._news = news = queue.SimpleQueue[bool]()  # one per call of `wake`; True: it is the connector's
         epoch = secrets.token_hex(8)
-        self.core = build_engine(config, handoff, name=f"llm-{epoch}", epoch=epoch, notify=lambda: news.put(True))
+        self.core = build_engine(
+            config, handoff, connector, name=f"llm-{epoch}", epoch=epoch, notify=lambda: news.put(True)
+        )
         self.core.router_joined(_ROUTER_ID, self.core.card.epoch)
         self._steps = make_step_loop(
             self.core, config.max_steps_ahead, lambda: news.put(False), config.least_step_ahead_s
@@ -115,7 +118,7 @@ def read_config(
     connector: str | None,
     connector_config: Mapping[str, str] | None,
     fields: Mapping[str, Any],
-) -> tuple[EngineConfig, HandoffConfig | None]:
+) -> tuple[EngineConfig, HandoffConfig | None, ConnectorPlan | None]:
     """The arguments of `LLM` or `AsyncLLM`, as errors call their owner.
 
     Raises:
@@ -126,11 +129,13 @@ def read_config(
     if isinstance(names, list | tuple):  # of Python's callers; flags are texts
         given["logits_processors"] = ",".join(map(str, names)) or None
     config = from_fields(EngineConfig, given, owner=owner)
-    return config, _handoff_config(connector, connector_config)
+    return config, *_plan_connector(connector, connector_config)
 
 
-def _handoff_config(connector: str | None, options: Mapping[str, str] | None) -> HandoffConfig | None:
-    """What an engine's connector is built from; None: an engine without.
+def _plan_connector(
+    connector: str | None, options: Mapping[str, str] | None
+) -> tuple[HandoffConfig | None, ConnectorPlan | None]:
+    """What an engine's connector is built from; None and None: an engine without.
 
     Raises:
         ConfigError: a connector that is unknown, or that needs a router to bring two engines together.
@@ -138,11 +143,12 @@ def _handoff_config(connector: str | None, options: Mapping[str, str] | None) ->
     if connector is None:
         if options:
             raise ConfigError(f"connector_config={dict(options)} needs a connector, such as connector='shared_storage'")
-        return None
+        return None, None
     handoff = HandoffConfig(connector=connector, connector_config=dict(options or {}))
-    if not check_connector(connector, handoff.connector_config).content_addressed:
+    plan = check_connector(connector, handoff.connector_config)
+    if not plan.content_addressed:
         raise ConfigError(
             f"connector {connector!r} carries KV between two engines that a router brings together (`pd launch`); "
             "an LLM needs one that finds KV by its content, such as 'shared_storage' or 'store'"
         )
-    return handoff
+    return handoff, plan

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.engine.worker.step_queue import JOIN_TIMEOUT_S
 from pdkv.errors import EngineDied, EngineUnavailable, RequestAborted, RequestFailed
 from pdkv.offline.engine import SAVE_TIMEOUT_S, LocalEngine
@@ -43,7 +44,7 @@ _Order = tuple[Submit | Abort | Peers, Listener | None]
 class EngineThread:
     """Until `stop`, which whoever made it must call: the thread and the engine live on otherwise."""
 
-    def __init__(self, config: EngineConfig, handoff: HandoffConfig | None) -> None:
+    def __init__(self, config: EngineConfig, handoff: HandoffConfig | None, connector: ConnectorPlan | None) -> None:
         """Load the model, on the thread that will run it.
 
         Raises:
@@ -54,7 +55,9 @@ class EngineThread:
         self.ended: Ended | None = None  # set under the lock
         self._listeners: dict[str, Listener] = {}  # by the engine's name of a request; the thread's own
         ready: Future[LocalEngine] = Future()
-        self._thread = threading.Thread(target=self._run, args=(config, handoff, ready), name="engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(ready, config, handoff, connector), name="engine", daemon=True
+        )
         self._thread.start()
         try:
             self._engine = ready.result()
@@ -92,9 +95,15 @@ class EngineThread:
         if self._thread.is_alive():
             logger.warning("the engine has not ended within %g s: its thread is left behind", STOP_TIMEOUT_S)
 
-    def _run(self, config: EngineConfig, handoff: HandoffConfig | None, ready: "Future[LocalEngine]") -> None:
+    def _run(
+        self,
+        ready: "Future[LocalEngine]",
+        config: EngineConfig,
+        handoff: HandoffConfig | None,
+        connector: ConnectorPlan | None,
+    ) -> None:
         try:
-            engine = LocalEngine(config, handoff)
+            engine = LocalEngine(config, handoff, connector)
         except BaseException as error:  # the caller's to raise
             ready.set_exception(error)
             return

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 from tqdm import tqdm
 
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.errors import EngineUnavailable
 from pdkv.offline.chat_tools import ChatOptions, ToolChoice
 from pdkv.offline.engine import LocalEngine, read_config
@@ -53,14 +54,14 @@ class LLM:
     def from_config(cls, config: EngineConfig) -> Self:
         """The same from a ready configuration, without a connector."""
         llm = cls.__new__(cls)
-        llm._start(config, None)
+        llm._start(config, None, None)
         return llm
 
-    def _start(self, config: EngineConfig, handoff: HandoffConfig | None) -> None:
+    def _start(self, config: EngineConfig, handoff: HandoffConfig | None, connector: ConnectorPlan | None) -> None:
         self.config = config
         self._request_ids = itertools.count()
         self._requests = RequestMaker(config)
-        self._engine = LocalEngine(config, handoff)
+        self._engine = LocalEngine(config, handoff, connector)
 
     def close(self) -> None:
         """Stop the engine. Idempotent."""

@@ -14,7 +14,8 @@ from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import LocalBlockTable
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.plan import NO_PLAN
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.drafts import Proposer
@@ -75,16 +76,17 @@ def make_core(
         limits = limits._replace(num_draft_tokens=proposer.num_tokens)
     num_layers = len(groups[0].layers) if groups else NUM_LAYERS
     layout = KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=groups)
-    made = None
+    made, plan = None, NO_PLAN
     if options is not None:
+        plan = plan_connector(connector, options)
         config = ConnectorConfig(
-            engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=options, kv_checksum="off"
+            engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan, kv_checksum="off"
         )
-        made = make_connector(connector, config, notify)
+        made = build_connector(config, notify)
     worker = made.make_worker_side(0) if made else None
     card = EngineCard(
-        engine=name, epoch=f"{name}.0", role="any", pid=0, connector="memory", kind=made.kind if made else "pull",
-        content_addressed=False, orders=made.orders() if made else [], model="stand-in", layout=layout,
+        engine=name, epoch=f"{name}.0", role="any", pid=0, connector="memory", kind=plan.kind if made else "pull",
+        content_addressed=False, orders=list(plan.orders) if made else [], model="stand-in", layout=layout,
         hash_block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len or num_blocks * block_size,
         max_num_seqs=limits.max_num_seqs, rank_blobs=[worker.handshake()] if worker else [],
     )  # fmt: skip

@@ -8,7 +8,6 @@ seconds).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         engine = self._engine = VllmEngine(vllm_config, kv_cache_config)
-        layout, options = engine.layout, engine.options
+        layout = engine.layout
         self._scheduler: VllmScheduler | None = None
         self._worker: VllmWorker | None = None
         self._results = NO_TRANSFERS
@@ -62,7 +61,7 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 engine.connector.make_scheduler_side(),
                 Identity(engine.model, layout_identity(vllm_config, kv_cache_config, layout), layout.block_size),
                 num_staging_blocks=engine.num_staging_blocks,
-                unit_tokens=lcm(layout.block_size, int(options.get("tokens_per_value", layout.block_size))),
+                unit_tokens=engine.plan.hit_spacing(layout.block_size) or layout.block_size,
                 saves=transfer.is_kv_producer,
             )
         else:

@@ -13,8 +13,8 @@ import torch
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.secret_options import read_option
 from pdkv.connectors.base import ConnectorConfig, KVConnector
-from pdkv.connectors.registry import load_connector
-from pdkv.connectors.store.base import StoreConnector
+from pdkv.connectors.plan import ConnectorPlan
+from pdkv.connectors.registry import build_connector, connector_class, plan_connector
 from pdkv.errors import ConfigError
 from pdkv.vllm.identity import computation_identity, weights_identity
 from pdkv.vllm.peers import CardDirectory
@@ -43,15 +43,15 @@ class VllmEngine:
             )
         self.extra = extra
         self.layout = read_layout(vllm_config, kv_cache_config)
-        connector_type, self.options = choose_connector(str(extra["connector"]), extra.get("config") or {}, self.layout)
-        self.layout = msgspec.structs.replace(self.layout, codec=connector_type.kv_codec(self.options))
+        self.plan = choose_connector(str(extra["connector"]), extra.get("config") or {}, self.layout)
+        self.layout = msgspec.structs.replace(self.layout, codec=self.plan.codec)
         self.num_staging_blocks = _staging_blocks(extra, vllm_config, self.layout)
         self.wake = threading.Event()
         self.name, self.epoch = f"vllm-{transfer.engine_id}", str(transfer.engine_id)
         self.model = weights_identity(vllm_config.model_config)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._max_num_seqs = int(vllm_config.scheduler_config.max_num_seqs)
-        shows_pool = connector_type.make_block_table is not KVConnector.make_block_table
+        shows_pool = connector_class(self.plan).make_block_table is not KVConnector.make_block_table
         if shows_pool != ("peers_dir" in extra):
             raise ConfigError(
                 f"peers_dir, a directory that all these engines name, is {'needed' if shows_pool else 'of no use'} "
@@ -63,10 +63,10 @@ class VllmEngine:
             epoch=self.epoch,
             layout=self.layout,
             num_blocks=self.num_staging_blocks,
-            options=self.options,
+            plan=self.plan,
             model=self.model,
         )
-        self.connector = connector_type(config, self.wake.set)
+        self.connector = build_connector(config, self.wake.set)
         self.table = self.connector.make_block_table() if shows_pool else None  # of the worker's pool
         self._change: PeerChange | None = None  # that the worker's side has not heard of
 
@@ -92,16 +92,16 @@ class VllmEngine:
 
     def card(self, blob: bytes) -> EngineCard:
         """What peers need to know."""
-        connector = self.connector
+        plan = self.plan
         return EngineCard(
             engine=self.name,
             epoch=self.epoch,
             role="any",
             pid=os.getpid(),
-            connector=str(self.extra["connector"]),
-            kind=connector.kind,
-            content_addressed=connector.content_addressed,
-            orders=connector.orders(),
+            connector=plan.name,
+            kind=plan.kind,
+            content_addressed=plan.content_addressed,
+            orders=list(plan.orders),
             model=self.model,
             layout=self.layout,
             hash_block_size=HASH_BLOCK_SIZE,
@@ -109,7 +109,7 @@ class VllmEngine:
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_num_seqs,
             rank_blobs=[blob],
-            wire_versions=connector.wire_versions(str(self.extra["connector"])),
+            wire_versions=plan.wire_versions,
         )
 
 
@@ -139,23 +139,21 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
     return layout
 
 
-def choose_connector(
-    name: str, config: Mapping[str, Any], layout: KVLayout
-) -> tuple[type[KVConnector], dict[str, str]]:
-    """The connector's class and its options.
+def choose_connector(name: str, config: Mapping[str, Any], layout: KVLayout) -> ConnectorPlan:
+    """The connector; a store's values have a block each by default.
 
     Raises:
         ConfigError: no such connector, or one that finds nothing by content.
     """
     options = {key: read_option(str(value), f"config: {key}") for key, value in config.items()}
-    connector = load_connector(name).for_options(options)
-    if not connector.content_addressed:
+    plan = plan_connector(name, options)
+    if not plan.content_addressed:
         raise ConfigError(f"inside vLLM KV is found by its content, connector {name!r} does not do that")
     if options.get("load", "async") != "async":
         raise ConfigError("inside vLLM loads are asynchronous: load=async")
-    if issubclass(connector, StoreConnector):
-        options.setdefault("tokens_per_value", str(layout.block_size))
-    return connector, options
+    if plan.kind == "store" and not plan.parts and "tokens_per_value" not in options:
+        plan = plan_connector(name, {**options, "tokens_per_value": str(layout.block_size)})
+    return plan
 
 
 def _staging_blocks(extra: Mapping[str, Any], vllm_config: Any, layout: KVLayout) -> int:

@@ -7,7 +7,7 @@ from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullConnector
 from pdkv.connectors.memory.push import MemoryPushConnector
 from pdkv.connectors.memory.store import MemoryStoreConnector
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
 from pdkv.kv_store.memory_store import MemoryStore
@@ -19,8 +19,10 @@ LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
 
 
 def make(options: dict[str, str], layout: KVLayout = LAYOUT, tp: int = 1) -> KVConnector:
-    config = ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, options=options, tp=tp)
-    return make_connector("memory", config, lambda: None)
+    plan = plan_connector("memory", options)
+    return build_connector(
+        ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, plan=plan, tp=tp), lambda: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,8 +36,8 @@ def make(options: dict[str, str], layout: KVLayout = LAYOUT, tp: int = 1) -> KVC
 def test_a_mode_has_its_kind_and_its_legal_orders(mode: str, kind: type, orders: list[str]) -> None:
     connector = make({"mode": mode})
     assert type(connector) is kind
-    assert connector.kind == mode
-    assert connector.orders() == orders
+    assert connector.config.plan.kind == mode
+    assert list(connector.config.plan.orders) == orders
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_the_store_of_a_fabric_is_one_of_kv_store_under_its_name() -> None:
     """One implementation: what holds for the store connectors holds here, KV groups and damage included."""
     connector = make({"mode": "store", "fabric": "memory-one"})
     assert isinstance(connector, StoreConnector)
-    assert connector.kv_groups
+    assert "windows" in connector.config.plan.layouts
     with MemoryStore("memory-one") as same:
         connector.store.put([(b"k", memoryview(b"value"))])
         assert same.contains([b"k"]) == [True]

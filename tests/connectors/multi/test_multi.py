@@ -22,7 +22,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import MemoryFabric
-from pdkv.connectors.multi.connector import MultiConnector, parse_children
+from pdkv.connectors.multi.connector import MultiConnector, plan_children
 from pdkv.connectors.multi.scheduler import MultiScheduler
 from pdkv.connectors.multi.sending import MAX_EARLY_FAILURES, SendingTable
 from pdkv.connectors.multi.wire import (
@@ -38,6 +38,7 @@ from pdkv.connectors.multi.wire import (
 )
 from pdkv.connectors.peer.push_scheduler import PushScheduler
 from pdkv.connectors.peer.push_scheduler import decode_ticket as decode_push_ticket
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, UnknownConnector
 from pdkv.launch.engine_process import _check_connector
@@ -63,8 +64,12 @@ def make(connectors: str, layout: KVLayout = LAYOUT, **options: str) -> MultiCon
 
 
 def _make(options: dict[str, str], layout: KVLayout) -> MultiConnector:
-    config = ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, options=options)
-    return MultiConnector.for_options(options)(config, lambda: None)
+    config = ConnectorConfig(
+        engine="e", epoch="e.0", layout=layout, num_blocks=4, plan=plan_connector("multi", options)
+    )
+    connector = build_connector(config, lambda: None)
+    assert isinstance(connector, MultiConnector)
+    return connector
 
 
 def modes(*names: str) -> dict[str, str]:
@@ -91,7 +96,7 @@ def scheduler_of(core: EngineCore) -> MultiScheduler:
 
 
 def test_options_go_to_the_child_that_their_prefix_names() -> None:
-    specs = parse_children({"connectors": "memory, shared_memory", "memory.mode": "store", "1.io_threads": "2"})
+    specs = plan_children({"connectors": "memory, shared_memory", "memory.mode": "store", "1.io_threads": "2"})
     assert [(spec.name, dict(spec.options)) for spec in specs] == [
         ("memory", {"mode": "store"}),
         ("shared_memory", {"io_threads": "2"}),
@@ -118,7 +123,7 @@ def test_options_go_to_the_child_that_their_prefix_names() -> None:
 )
 def test_wrong_options_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MultiConnector.for_options(options)
+        plan_connector("multi", options)
 
 
 def test_an_unknown_child_is_refused() -> None:
@@ -136,18 +141,17 @@ def test_an_unknown_child_is_refused() -> None:
     ],
 )
 def test_kind_and_orders_follow_from_the_children(names: list[str], kind: str, orders: list[str]) -> None:
-    connector = with_modes(*names)
-    assert connector.kind == kind
-    assert connector.orders() == orders
-    assert connector.content_addressed == (set(names) == {"store"})
-    assert connector.concurrent == ("push" in names)
+    plan = plan_connector("multi", modes(*names))
+    assert plan.kind == kind
+    assert list(plan.orders) == orders
+    assert plan.content_addressed == (set(names) == {"store"})
 
 
 @pytest.mark.parametrize(
     ("names", "lends"), [(["pull", "store"], True), (["store", "push"], True), (["store", "store"], False)], ids=str
 )
 def test_lends_where_its_hand_offs_do(names: list[str], lends: bool) -> None:
-    assert type(with_modes(*names)).lends is lends
+    assert plan_connector("multi", modes(*names)).lends is lends
 
 
 @pytest.mark.parametrize(
@@ -163,8 +167,8 @@ def test_children_that_cannot_work_together_are_refused(names: list[str], messag
 
 
 def test_a_pulling_child_that_finds_content_goes_with_a_pushing_one() -> None:
-    connector = MultiConnector.for_options({"connectors": "memory,shared_memory", "memory.mode": "push"})
-    assert connector.kind == "push"
+    plan = plan_connector("multi", {"connectors": "memory,shared_memory", "memory.mode": "push"})
+    assert plan.kind == "push"
 
 
 def test_a_launch_of_several_engines_is_refused_where_a_child_joins_only_one_process() -> None:
@@ -174,17 +178,16 @@ def test_a_launch_of_several_engines_is_refused_where_a_child_joins_only_one_pro
 
     spec = EngineSpec(
         name="prefill-0", epoch="1", role="prefill", endpoint="ipc:///nowhere", num_engines=2,
-        config=EngineConfig(model=Path("m")), handoff=HandoffConfig(connector="multi", connector_config=modes("pull")),
+        config=EngineConfig(model=Path("m")), handoff=HandoffConfig(),
+        connector=plan_connector("multi", modes("pull")),
     )  # fmt: skip
     with pytest.raises(ConfigError, match="one process only"):
         _check_connector(spec)
 
 
 def test_two_children_that_allocate_the_pool_are_refused_with_both_names() -> None:
-    connector = make("shared_memory,shared_memory", SHAREABLE)
     with pytest.raises(ConfigError, match="both shared_memory and shared_memory would allocate the KV pool"):
-        connector.allocate_kv_cache()
-    connector.shutdown()
+        plan_connector("multi", {"connectors": "shared_memory,shared_memory"})
 
 
 def test_every_childs_table_hears_of_reuse() -> None:
@@ -201,9 +204,9 @@ def test_every_childs_table_hears_of_reuse() -> None:
 def test_childrens_tiers_are_told_apart() -> None:
     connector = make("store,store", SHAREABLE, _0_url="memory://a", _1_url="memory://b")
     scheduler = connector.make_scheduler_side()
-    told = [(events.medium, events.shared, events.tokens_per_key) for events in scheduler.take_events()]
+    told = [(events.medium, events.shared, events.tokens_per_key) for events in scheduler.tiers.take_events()]
     assert told == [("0-store/memory", False, 64), ("1-store/memory", False, 64)]
-    assert list(scheduler.take_events()) == []
+    assert list(scheduler.tiers.take_events()) == []
     scheduler.shutdown()
     connector.shutdown()
 

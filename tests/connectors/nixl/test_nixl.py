@@ -16,14 +16,14 @@ from nixl_rig import needs_nixl
 from traffic import held_by_process, wait_until_true, wait_until_within
 
 from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
-from pdkv.connectors.base import ConnectorConfig, TransferKey
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.connector import NixlConnector, NixlPullConnector, NixlPushConnector
 from pdkv.connectors.nixl.doorbell import DoorbellAddress
 from pdkv.connectors.nixl.receiver import _GRACE_S
 from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Reset, Taken, encode
 from pdkv.connectors.nixl.wire import decode as decode_message
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
-from pdkv.connectors.registry import load_connector, make_connector
+from pdkv.connectors.registry import connector_class, load_connector, plan_connector
 from pdkv.errors import (
     ConfigError,
     KVNotFound,
@@ -631,11 +631,11 @@ def test_nothing_is_loaded_before_a_worker_side_is_made() -> None:
 
 def test_the_mode_decides_kind_and_orders() -> None:
     assert load_connector("nixl") is NixlConnector
-    pull, push = (NixlConnector.for_options({"mode": mode}) for mode in ("pull", "push"))
-    assert (pull, push) == (NixlPullConnector, NixlPushConnector)
+    pull, push = (plan_connector("nixl", {"mode": mode}) for mode in ("pull", "push"))
+    assert (connector_class(pull), connector_class(push)) == (NixlPullConnector, NixlPushConnector)
     assert (pull.kind, push.kind) == ("pull", "push")
-    assert pull.orders() == ["prefill_first", "decode_first"]
-    assert push.orders() == ["decode_first", "needs_peer_first", "concurrent"]
+    assert pull.orders == ("prefill_first", "decode_first")
+    assert push.orders == ("decode_first", "needs_peer_first", "concurrent")
 
 
 @pytest.mark.parametrize(
@@ -651,9 +651,8 @@ def test_the_mode_decides_kind_and_orders() -> None:
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, str]) -> None:
-    config = ConnectorConfig(engine="e", epoch="1", layout=make_layout(), num_blocks=8, options=options)
     with pytest.raises(ConfigError, match=next(iter(options))):
-        make_connector("nixl", config, lambda: None)
+        plan_connector("nixl", options)
 
 
 def test_a_card_is_what_a_peer_needs(world: World) -> None:

@@ -20,7 +20,7 @@ from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.nixl.receiver import MAX_EARLY, MAX_EARLY_PER_SENDER
 from pdkv.connectors.nixl.wire import Offer, RankBlob, encode_blob
 from pdkv.connectors.peer.push_worker import PieceRange
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.stats import sum_stats
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
 from pdkv.errors import ConfigError, KVNotFound, PeerGone, StaleGeneration, TransferError
@@ -105,8 +105,9 @@ def test_a_pool_that_the_connector_has_not_allocated_is_read_by_another_path(mak
 
 
 def test_pools_on_a_device_are_read_by_nixl_only() -> None:
-    config = ConnectorConfig(engine="e", epoch="1", layout=make_layout(), num_blocks=4, options={}, device="cuda")
-    connector = make_connector("nixl", config, lambda: None)
+    plan = plan_connector("nixl", {})
+    config = ConnectorConfig(engine="e", epoch="1", layout=make_layout(), num_blocks=4, plan=plan, device="cuda")
+    connector = build_connector(config, lambda: None)
     assert connector.allocate_kv_cache() is None
     connector.shutdown()
 

@@ -16,7 +16,7 @@ import torch
 from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
 from traffic import held_by_process, wait_until_true, wait_until_within
 
-from pdkv.connectors.base import ConnectorConfig, TransferKey
+from pdkv.connectors.base import TransferKey
 from pdkv.connectors.p2p import outbound
 from pdkv.connectors.p2p import pieces as p2p_pieces
 from pdkv.connectors.p2p.connector import P2PConnector
@@ -26,6 +26,7 @@ from pdkv.connectors.p2p.wire import FRAMES_VERSION, Address, Control, Welcome
 from pdkv.connectors.p2p.worker import REGISTRATION_S
 from pdkv.connectors.peer.auth import Party
 from pdkv.connectors.peer.push_worker import RECEIVE_TIMEOUT_S
+from pdkv.connectors.registry import plan_connector
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.errors import ConfigError, StaleEpoch
 from pdkv.host.strangers import MAX_STRANGERS
@@ -228,9 +229,8 @@ def test_peers_that_do_not_fit_are_refused_from_their_cards(make_engine: Engines
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, str], text: str) -> None:
-    config = ConnectorConfig(engine="d", epoch="1", layout=make_layout(), num_blocks=4, options=options)
     with pytest.raises(ConfigError, match=text):
-        P2PConnector(config, lambda: None)
+        plan_connector("p2p", options)
 
 
 @pytest.mark.parametrize("change", [{"num_bytes": 1}, {"num_bytes": 1 << 40}, {"per_batch": 0}, {"form": "units"}])

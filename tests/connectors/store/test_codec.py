@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from damage import MUTATIONS, KnownStore, damage
-from store_rig import Engine, RigConnector, make_layout, prefill, random_kv, scattered, view
+from store_rig import Engine, RigConnector, make_layout, prefill, random_kv, rig_plan, scattered, view
 
 from pdkv.connectors.base import ConnectorConfig, TransferOutcome
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Sealer
@@ -149,12 +149,12 @@ def test_raw_is_no_codec(rig: Rig) -> None:
 
 
 def test_an_engine_that_keys_its_kv_as_exact_has_no_lossy_store() -> None:
-    """Whoever makes a connector without `kv_codec` is told, instead of mixing both."""
+    """Whoever makes a connector without the plan's codec is told, instead of mixing both."""
     layout = make_layout(16)
 
     def make(layout: object, **options: str) -> None:
         RigConnector.current = MemoryStore("never used")
-        config = ConnectorConfig(engine="e", epoch="1", layout=layout, num_blocks=8, options=options)  # type: ignore[arg-type]
+        config = ConnectorConfig(engine="e", epoch="1", layout=layout, num_blocks=8, plan=rig_plan(options))  # type: ignore[arg-type]
         RigConnector(config, lambda: None)
 
     with pytest.raises(ConfigError, match="keys its KV as exact, which codec=int8 does not keep"):

@@ -18,6 +18,7 @@ from store_rig import (
 )
 
 from pdkv.connectors.base import ConfirmedRange, ConnectorConfig, TransferKey
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.shared_storage import SharedStorageConnector
 from pdkv.connectors.store.url import StoreUrlConnector
@@ -311,7 +312,8 @@ def test_what_its_first_token_ended_is_stored(store: FaultyStore, make: MakeEngi
 
 
 def config(**options: str) -> ConnectorConfig:
-    return ConnectorConfig(engine="e", epoch="1", layout=make_layout(16), num_blocks=8, options=options)
+    plan = ConnectorPlan(interface=INTERFACE, kind="store", options=options)
+    return ConnectorConfig(engine="e", epoch="1", layout=make_layout(16), num_blocks=8, plan=plan)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pdkv.wire.tiers import TierEvents, TierPart
 
 def told(engine: Engine) -> tuple[list[bytes], list[bytes]]:
     """(stored, removed) since this was asked last."""
-    events = engine.scheduler.take_events()
+    events = engine.scheduler.tiers.take_events()
     return [key for e in events for key in e.stored], [key for e in events for key in e.removed]
 
 
@@ -32,10 +32,10 @@ def ends(num_tokens: int, salt: str = "0") -> list[bytes]:
 
 def test_the_first_call_says_that_there_is_a_store(make: MakeEngine) -> None:
     engine = make()
-    assert list(engine.scheduler.take_events()) == [
+    assert list(engine.scheduler.tiers.take_events()) == [
         TierEvents("store", True, 64, parts=[TierPart("")], value_bytes=64 * engine.layout.token_bytes)
     ]
-    assert list(engine.scheduler.take_events()) == []
+    assert list(engine.scheduler.tiers.take_events()) == []
 
 
 def test_whole_values_that_were_saved_are_told_and_no_tail(make: MakeEngine) -> None:
@@ -132,7 +132,7 @@ def test_engines_of_unequal_blocks_name_the_same_ends(make: MakeEngine) -> None:
     assert [engine.connectors[0].cut.hit_tokens for engine in (small, large)] == [16, 32]
     value_bytes = 16 * small.layout.token_bytes
     told_first = [TierEvents("store", True, 16, parts=[TierPart("")], value_bytes=value_bytes)]
-    assert list(small.scheduler.take_events()) == list(large.scheduler.take_events()) == told_first
+    assert list(small.scheduler.tiers.take_events()) == list(large.scheduler.tiers.take_events()) == told_first
 
 
 def test_stores_say_what_they_lie_on_and_whether_others_reach_it() -> None:
@@ -145,7 +145,7 @@ def test_stores_say_what_they_lie_on_and_whether_others_reach_it() -> None:
 def test_what_a_store_consists_of_is_told_with_the_room_that_each_part_has(tmp_path: Path) -> None:
     host = HostStore(tmp_path / "kv", StoreOptions(capacity=1 << 20))
     with closing(Engine(TieredStore([host, FileStore(tmp_path / "files")]))) as engine:
-        [events] = engine.scheduler.take_events()
+        [events] = engine.scheduler.tiers.take_events()
         value_bytes = 64 * engine.layout.token_bytes
     room = host.count_held().capacity // value_bytes
     assert room > 0
@@ -171,7 +171,7 @@ def test_the_size_of_what_is_read_is_that_of_what_is_stored(make: MakeEngine) ->
     """A codec makes it smaller; a rank reads all parts of a value."""
     for options in ({"codec": "fp8"}, {"codec": "fp8", "layer_groups": "3"}, {}):
         writer, reader = make("p", **options), make("o", **options)
-        [events] = reader.scheduler.take_events()
+        [events] = reader.scheduler.tiers.take_events()
         prefill(writer, 128, transfer_id=f"{options}")
         request = view("u", num_tokens=129, salt="0")
         assert reader.ask(request) == 128

@@ -67,9 +67,9 @@ def test_what_is_cleared_is_neither_believed_nor_told_any_more(engine: Engine) -
     prefill(engine, 192)
     asked = view("u", num_tokens=193, salt="0")
     assert engine.ask(asked) == 192
-    engine.scheduler.take_events()
+    engine.scheduler.tiers.take_events()
     order(engine, "clear")
-    assert [key for events in engine.scheduler.take_events() for key in events.removed] == KEYS[3::4]
+    assert [key for events in engine.scheduler.tiers.take_events() for key in events.removed] == KEYS[3::4]
     assert engine.ask(asked) == 0
     prefill(engine, 192, transfer_id="again")
     assert engine.ask(view("w", num_tokens=193, salt="0")) == 192
@@ -127,7 +127,7 @@ def test_too_many_orders_are_refused_and_the_others_answered(make: MakeEngine, s
     engine = make()
     store.hold("contains")
     for number in range(MAX_ORDERS + 2):
-        engine.scheduler.order_tiers(CacheOrder(order_id=f"{number}", action="lookup", keys=KEYS))
+        engine.scheduler.tiers.order(CacheOrder(order_id=f"{number}", action="lookup", keys=KEYS))
         if number == 0:
             engine.worker.start_load_kv(engine.scheduler.build_connector_meta(SchedulerView(0, [], [], [], [], [], [])))
             store.wait_held("contains")
@@ -136,7 +136,7 @@ def test_too_many_orders_are_refused_and_the_others_answered(make: MakeEngine, s
     answers: list[CacheAnswer] = []
     while len(answers) < MAX_ORDERS + 2:
         engine.scheduler.resolve_results(engine.worker.get_finished())
-        new = engine.scheduler.take_tier_answers()
+        new = engine.scheduler.tiers.take_answers()
         answers += new
         assert new or engine.woken.acquire(timeout=WAIT_S)
     refused = [answer.order_id for answer in answers if answer.tiers[0].code]

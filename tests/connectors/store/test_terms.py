@@ -298,7 +298,7 @@ def test_what_an_operator_prefetches_is_brought_near_on_the_terms_of_the_order(
     save(make(tiers.tiers[1].store))
     engine = make(tiers)
     terms = msgspec.structs.replace(TERMS, quota_bytes=VALUE_BYTES)
-    engine.scheduler.order_tiers(
+    engine.scheduler.tiers.order(
         CacheOrder(order_id="o", action="prefetch", keys=list(asking("x").block_keys), kv_terms=terms)
     )
     engine.step()

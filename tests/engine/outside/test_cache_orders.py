@@ -1,11 +1,12 @@
 """Operators' orders at an engine: its pool answers at once, the tiers below it by and by, and what is late is told."""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from pdkv.base.block_keys import extend_keys
-from pdkv.connectors.base import NO_TRANSFERS, SchedulerConnector, TransferKey, TransferOutcome, TransferResults
+from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import root_of
 from pdkv.engine.outside.cache_orders import SLACK_S
@@ -82,8 +83,6 @@ def test_what_somebody_holds_stays_and_routers_hear_of_the_rest() -> None:
 def core_with_a_tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
     """Its connector takes orders and says what the test puts into `core.said`."""
     core = make_core(options={"fabric": "cache-orders"})
-    connector = core.external.connector
-    assert isinstance(connector, SchedulerConnector)
     core.asked, core.said = [], []  # type: ignore[attr-defined]
 
     def take(order: CacheOrder) -> int:
@@ -94,8 +93,8 @@ def core_with_a_tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
         said, core.said = core.said, []  # type: ignore[attr-defined]
         return said  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(connector, "order_tiers", take)
-    monkeypatch.setattr(connector, "take_tier_answers", answers)
+    tiers = SimpleNamespace(order=take, take_answers=answers, take_events=list, problem="")
+    monkeypatch.setattr(core.external, "tiers", tiers)
     yield core
     core.shutdown()
 

@@ -1,10 +1,10 @@
 """What routers are told of tiers below the cache: news, everything to who joins later, and only so much."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
-from pdkv.connectors.base import SchedulerConnector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.outside import lower_tiers
 from pdkv.engine.outside.lower_tiers import LowerTiers
@@ -68,10 +68,9 @@ def told(messages: Sequence[EngineToRouter]) -> list[TierEvents]:
 
 def tell(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *events: TierEvents) -> None:
     """The connector has this to tell, once."""
-    connector = core.external.connector
-    assert isinstance(connector, SchedulerConnector)
     waiting = list(events)
-    monkeypatch.setattr(connector, "take_events", lambda: [waiting.pop(0)] if waiting else [])
+    tiers = SimpleNamespace(take_events=lambda: [waiting.pop(0)] if waiting else [], problem="")
+    monkeypatch.setattr(core.external, "tiers", tiers)
 
 
 def test_every_router_hears_of_news_and_one_that_joins_later_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,12 +113,12 @@ def _text(value: object) -> str:
 def _make(spec: dict[str, Any]) -> Any:
     from push_rig import PullEngine, PushEngine, make_layout
 
-    from pdkv.connectors.registry import choose_connector
+    from pdkv.connectors.registry import plan_connector
 
-    connector = choose_connector(spec["connector"], spec["options"])
-    kind = PushEngine if connector.kind == "push" else PullEngine
+    plan = plan_connector(spec["connector"], spec["options"])
+    kind = PushEngine if plan.kind == "push" else PullEngine
     layout = make_layout(spec["tp"], **spec["layout"])
-    return kind(connector, spec["name"], tp=spec["tp"], layout=layout, num_blocks=spec["num_blocks"], **spec["options"])
+    return kind(plan, spec["name"], tp=spec["tp"], layout=layout, num_blocks=spec["num_blocks"])
 
 
 def _act(engine: Any, command: str, *arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector, TransferKey, WorkerConnector
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.multi.worker import MultiWorker
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.kv.kv_groups import num_held_at_once
 from pdkv.engine.scheduler import SchedulerLimits
@@ -184,9 +184,7 @@ class World:
         """Start an engine, or its next incarnation."""
         epoch = f"{name}.{self.num_restarts}"
         layout = self.forward.layout(self.block_size)
-        config = ConnectorConfig(
-            engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, options={}, kv_checksum="off"
-        )
+        config = ConnectorConfig(engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, kv_checksum="off")
         woken = [False]
 
         def notify() -> None:
@@ -201,9 +199,9 @@ class World:
             pid=0,
             connector="memory",
             rank_blobs=[worker.handshake()],
-            kind=connector.kind,
-            content_addressed=connector.content_addressed,
-            orders=connector.orders(),
+            kind=connector.config.plan.kind,
+            content_addressed=connector.config.plan.content_addressed,
+            orders=list(connector.config.plan.orders),
             model="stand-in",
             layout=layout,
             hash_block_size=self.block_size,
@@ -252,10 +250,10 @@ class World:
         names = [STAND_IN_STORE if mode == "store" else "memory" for mode in modes]
         own = [self.options_of(mode) for mode in modes]
         if len(modes) == 1:
-            return make_connector(names[0], msgspec.structs.replace(config, options=own[0]), notify)
+            return build_connector(msgspec.structs.replace(config, plan=plan_connector(names[0], own[0])), notify)
         options = {f"{i}.{name}": value for i, texts in enumerate(own) for name, value in texts.items()}
         options |= {"connectors": ",".join(names)}
-        return make_connector("multi", msgspec.structs.replace(config, options=options), notify)
+        return build_connector(msgspec.structs.replace(config, plan=plan_connector("multi", options)), notify)
 
     def options_of(self, mode: str) -> dict[str, str]:
         """--connector-config of the connector in that mode."""

@@ -11,7 +11,7 @@ transfer, found only through it and dropped on release.
 
 from collections import OrderedDict
 from itertools import takewhile
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -37,8 +37,8 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.memory.base import MemoryMode, MemoryPeerOptions, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation, copy_in, copy_out
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.errors import KVNotFound, TransferCancelled, TransferTimeout
-from pdkv.wire.kv import ConnectorKind
 
 STAGED_STEPS = 4
 """Staged blocks that no later step commits are dropped after so many steps; a plan's update lags by at most two."""
@@ -433,8 +433,7 @@ STAND_IN_STORE = f"{__name__}:StandInStoreConnector"
 class StandInStoreConnector(MemoryMode):
     """Any engine saves what it computed; any engine finds it by content."""
 
-    kind: ClassVar[ConnectorKind] = "store"
-    content_addressed = True
+    declares = ConnectorPlan(interface=INTERFACE, kind="store", content_addressed=True, one_process=True)
     options_type = StandInStoreOptions
     options: StandInStoreOptions
 

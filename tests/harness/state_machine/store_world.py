@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from math import inf, lcm
 from typing import Any
 
+import msgspec
+
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.scheduler import StoreScheduler
@@ -225,7 +227,8 @@ class StoreWorld(World):
         self.calls.stores.append(view)
         config = ConnectorConfig(
             engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks,
-            options=self.store_options, kv_checksum="off",
+            plan=msgspec.structs.replace(SteppedConnector.plan(self.store_options), options=self.store_options),
+            kv_checksum="off",
         )  # fmt: skip
         connector = SteppedConnector(config, notify, view)
         self.connectors.append(connector)

@@ -172,7 +172,7 @@ def measure_scheduler_cost(
             timings = [TimedTransfer(world, num_tokens).measure() for _ in range(repeats)]
             cached += repeats * per_prompt
             lookups = [_lookup_s(world, num_tokens) for _ in range(repeats)]
-            found = world.reader.built.content_addressed
+            found = world.reader.card.content_addressed
             costs.append(SchedulerCost(
                 connector=plan.connector,
                 cached_blocks=cached,

@@ -103,7 +103,7 @@ def _take_turns(turn: int, transfer: TimedTransfer, yardsticks: Mapping[str, Cal
 
 
 def _pieces(plan: Plan, transfer: TimedTransfer, num_tokens: int) -> int:
-    if transfer.producer.built.kind == "store":
+    if transfer.producer.card.kind == "store":
         return stored_pieces(num_tokens, *store_values(plan, plan.options))
     return planned_pieces(plan.producer, plan.consumer, num_tokens, *transfer.tables)
 

@@ -77,14 +77,16 @@ def open_setting(plan: Plan) -> Iterator[Setting]:
     """Processes for worlds of the plan's connector, with private places for what it keeps."""
     target = connector_target(plan.connector)
     options = bounded(target, {**profile_of(target, plan.options).options, **plan.options})
-    flags = check_connector(plan.connector, {name: text.replace("{directory}", "/") for name, text in options.items()})
+    checked = check_connector(
+        plan.connector, {name: text.replace("{directory}", "/") for name, text in options.items()}
+    )
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as directory, Zygote(Path(directory)) as zygote:
         yield Setting(
             zygote=zygote,
             directory=Path(directory),
             connector=plan.connector,
             options=options,
-            one_process=flags.one_process or plan.one_process,
+            one_process=checked.one_process or plan.one_process,
             kv_checksum=plan.kv_checksum,
             timeout_s=TIMEOUT_S,
         )

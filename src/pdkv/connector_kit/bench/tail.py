@@ -47,7 +47,7 @@ def measure_push_tail(
     """
     shapes = [sized(shape, num_tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]
     with open_setting(plan) as setting, BenchWorld(setting, *shapes) as world:
-        if world.writer.built.kind != "push":
+        if world.writer.card.kind != "push":
             raise NotApplicable(f"{plan.connector} does not push")
         bare = open_bare(plan, setting, plan_bytes(plan, num_tokens))
         if bare is None:

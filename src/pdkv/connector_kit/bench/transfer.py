@@ -163,7 +163,7 @@ class TimedTransfer(Handover):
         for start in range(0, self.num_tokens, self.chunk):
             self.compute(start)
         self.hand_off()
-        save_s = self._save() if self.producer.built.kind == "store" else None
+        save_s = self._save() if self.producer.card.kind == "store" else None
         self.reader.take_cost()
         self.find()
         match = self.reader.take_cost()
@@ -181,7 +181,7 @@ class TimedTransfer(Handover):
 
     def _push(self) -> Timing:
         """The ticket comes last where it may: then nothing is sent beside the steps that are not timed."""
-        is_late = "concurrent" in self.producer.built.orders
+        is_late = "concurrent" in self.producer.card.orders
         if is_late:
             self.prefill()
         self.reader.take_cost()

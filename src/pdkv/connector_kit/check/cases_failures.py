@@ -40,15 +40,15 @@ def _abort_after(world: World, order: str, chunk: int, num_taken: int) -> None:
 def expiry(setting: Setting) -> None:
     """Every wait ends: for a peer that never sends, never receives, or is gone without a word; with a typed error."""
     with World(setting, deadline_s=SHORT_S) as world:
-        if world.consumer.built.kind == "push":
+        if world.consumer.card.kind == "push":
             _nobody_sends(world)
     with World(setting, deadline_s=AMPLE_S) as world:
-        if world.consumer.built.kind == "push":
+        if world.consumer.card.kind == "push":
             _nobody_receives(world)
         else:
             _producer_gone(world, met_before=True)
     with World(setting, deadline_s=SHORT_S) as world:
-        if world.consumer.built.kind != "push":
+        if world.consumer.card.kind != "push":
             _producer_gone(world, met_before=False)
 
 
@@ -82,7 +82,7 @@ def _producer_gone(world: World, *, met_before: bool) -> None:
         Handover(world, 40).run()
     transfer = Handover(world, 52)
     transfer.prefill()
-    if world.producer.built.kind == "store":
+    if world.producer.card.kind == "store":
         world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
     world.kill("p")
     _load_what_there_is(transfer)
@@ -113,7 +113,7 @@ def _stop_under_way(world: World, order: str, name: str) -> None:
     transfer = Handover(world, 100, order=order, chunk=48)
     if not transfer.is_push:
         transfer.prefill() if order == "prefill_first" else transfer.take(*transfer.steps[:-2])
-        if world.producer.built.kind == "store":
+        if world.producer.card.kind == "store":
             world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
         _stop_for_pull(world, transfer, name)
     elif name == "p":
@@ -206,7 +206,7 @@ def restarted_peer(setting: Setting) -> None:
 def _restart_under_way(world: World, order: str, name: str) -> None:
     """What was agreed with the old incarnation is acted on although the new one is there."""
     transfer = Handover(world, 100, order=order)
-    old_kind = world.producer.built.kind
+    old_kind = world.producer.card.kind
     if transfer.is_push:
         transfer.take(transfer.find, transfer.allocate, transfer.start)
     else:

@@ -16,7 +16,7 @@ GROUPS = (KVGroup((0, 2)), KVGroup((1, 3), 40))
 
 def _grouped(setting: Setting) -> Setting:
     if not setting.kv_groups:
-        raise NotApplicable("without the flag kv_groups it is given one table for all layers, which keep all tokens")
+        raise NotApplicable("its plan has no windows: it is given one table for all layers, which keep all tokens")
     return replace(setting, groups=GROUPS)
 
 
@@ -52,7 +52,7 @@ def kv_groups_failures(setting: Setting) -> None:
     grouped = _grouped(setting)
     abort_everywhere(grouped)
     with World(grouped) as world:
-        if world.producer.built.kind == "push":
+        if world.producer.card.kind == "push":
             return  # the writer reads its own blocks, which it holds
         for group in range(len(GROUPS)):
             for _ in range(2 if setting.quick else 6):
@@ -64,7 +64,7 @@ def _reuse_one_group(transfer: Handover, group: int) -> None:
     """What one group has handed off is reused before anybody reads it: no part of the load may count."""
     world, producer = transfer.world, transfer.producer
     transfer.prefill()
-    if producer.built.kind == "store":
+    if producer.card.kind == "store":
         world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
     table = transfer.leased_tables[group]
     producer.reuse([block for block in table if block >= 0])

@@ -19,9 +19,9 @@ WHILE_S = TRANSFER_POLL_S
 def partial_writes(setting: Setting) -> None:
     """What is not complete and confirmed cannot be found, and is not reported as received."""
     with World(setting) as world:
-        if world.consumer.built.content_addressed:
+        if world.consumer.card.content_addressed:
             _unconfirmed_content(world)
-        if world.consumer.built.kind == "push":
+        if world.consumer.card.kind == "push":
             transfer = Handover(world, 100, chunk=32)
             transfer.take(*transfer.steps[:-3])
             world.run_for(WHILE_S)
@@ -48,7 +48,7 @@ def _unconfirmed_content(world: World) -> None:
     producer.preempt(transfer.sender)
     reader.require_nothing("computed and preempted before it was confirmed", WHILE_S)
     transfer.prefill()
-    found = reader.appears_within(world.timeout_s) or producer.built.kind == "push"
+    found = reader.appears_within(world.timeout_s) or producer.card.kind == "push"
     require(found, "confirmed content is not found")
     wrong = reader.load()
     require(not wrong, f"found by content: {wrong}")
@@ -59,7 +59,7 @@ def _unconfirmed_content(world: World) -> None:
 def late_reads(setting: Setting) -> None:
     """Blocks that are reused before or during a load: what was read is refused, or it is the old content after all."""
     with World(setting) as world:
-        if world.consumer.built.kind == "push":
+        if world.consumer.card.kind == "push":
             raise NotApplicable("the writer reads its own blocks, which it holds")
         for steps_before in (0, 1, 2):
             transfer = Handover(world, 100)
@@ -78,7 +78,7 @@ def late_reads(setting: Setting) -> None:
 def _load_late(transfer: Handover, steps_before: int) -> None:
     """Find, allocate, start; before one of them (or right after the start) the producer reuses the blocks."""
     world, producer = transfer.world, transfer.producer
-    if producer.built.kind == "store":
+    if producer.card.kind == "store":
         world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
 
     def reuse() -> None:
@@ -188,7 +188,7 @@ def _preempted(world: World, num_confirmed: int) -> None:
     producer.preempt(transfer.sender)
     producer.step()  # other requests overwrite the blocks
     reader = ContentRead(world, world.consumer, text, 128)
-    if world.consumer.built.content_addressed:
+    if world.consumer.card.content_addressed:
         reader.appears_within(WHILE_S)
         wrong = reader.load()
         require(not wrong, f"{num_confirmed} tokens were confirmed before the preemption, then read: {wrong}")
@@ -202,7 +202,7 @@ def _preempted(world: World, num_confirmed: int) -> None:
 def quarantine(setting: Setting) -> None:
     """When a load's end was reported, by success, failure, cancel or deadline, nobody writes its blocks any more."""
     with World(setting, deadline_s=SHORT_S) as world:
-        if world.consumer.built.kind == "push":
+        if world.consumer.card.kind == "push":
             for num_early in (0, 2):
                 _late_write(world, num_early, after_deadline=False)
                 _late_write(world, num_early, after_deadline=True)

@@ -15,8 +15,8 @@ from pdkv.connector_kit.check.cases import CASES, Case
 from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Refused, Setting, World
-from pdkv.connectors.base import KVConnector
-from pdkv.connectors.registry import check_connector, connector_target
+from pdkv.connectors.plan import ConnectorPlan
+from pdkv.connectors.registry import check_connector, connector_class, connector_target
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.errors import ConfigError, PdkvError
 
@@ -93,17 +93,17 @@ def check(
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdkv-check-"))
         own_options = {name: text.replace("{directory}", "/") for name, text in profile.options.items()}
-        flags = check_connector(connector, own_options)
-        if not flags.one_process:
-            _check_is_shared(flags, own_options)
+        plan = check_connector(connector, own_options)
+        if not plan.one_process:
+            _check_is_shared(plan)
         setting = Setting(
             zygote=zygote or stack.enter_context(Zygote(Path(directory))),
             directory=Path(directory),
             connector=connector,
             options=dict(profile.options),
             short_options=dict(profile.short),
-            one_process=flags.one_process,
-            kv_groups=flags.kv_groups,
+            one_process=plan.one_process,
+            kv_groups="windows" in plan.layouts,
             timeout_s=timeout_s,
             quick=quick,
         )
@@ -115,13 +115,14 @@ def check(
     return Report(connector, counts["passed"], counts["failed"], reports)
 
 
-def _check_is_shared(connector: type[KVConnector], options: Mapping[str, str]) -> None:
+def _check_is_shared(plan: ConnectorPlan) -> None:
     """Refuse a store that no two processes share: every case would fail. Raises ConfigError."""
-    if issubclass(connector, StoreConnector) and options.get("url", "").startswith("memory://"):
-        with connector.options_type.parse(options).open_store() as store:
+    connector = connector_class(plan)
+    if issubclass(connector, StoreConnector) and plan.options.get("url", "").startswith("memory://"):
+        with connector.options_type.parse(plan.options).open_store() as store:
             if not store.is_shared:
                 raise ConfigError(
-                    f"url={options['url']}: memory:// is each process's own, and the kit's engines are processes: "
+                    f"url={plan.options['url']}: memory:// is each process's own, and the kit's engines are processes: "
                     "give a store that they share, such as url=file://{directory}"
                 )
 

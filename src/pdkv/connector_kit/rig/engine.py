@@ -27,6 +27,7 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferOutcome,
 )
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.kv import ChecksumMode, EngineCard, KVHandoff, KVLayout
@@ -56,8 +57,7 @@ class Engine:
         epoch: str,
         hosts: Sequence[HostProcess],
         *,
-        connector: str,
-        options: dict[str, str],
+        plan: ConnectorPlan,
         layout: KVLayout,
         num_blocks: int,
         kv_shards: int,
@@ -90,14 +90,14 @@ class Engine:
         built = []
         for rank, host in enumerate(hosts):
             config = ConnectorConfig(
-                engine=name, epoch=epoch, layout=layout, num_blocks=num_blocks, options=options, model="conformance",
+                engine=name, epoch=epoch, layout=layout, num_blocks=num_blocks, plan=plan, model="conformance",
                 rank=rank, tp=len(hosts), kv_shards=kv_shards, kv_checksum=kv_checksum,
             )  # fmt: skip
-            built.append(host.ask(name, p.Build(connector, config, self.rank), p.Built, timeout_s))
+            built.append(host.ask(name, p.Build(config, self.rank), p.Built, timeout_s))
         self.built = built[0]
         self.card = EngineCard(
-            engine=name, epoch=epoch, role="any", pid=hosts[0].pid, connector=connector, kind=self.built.kind,
-            content_addressed=self.built.content_addressed, orders=self.built.orders, model="conformance",
+            engine=name, epoch=epoch, role="any", pid=hosts[0].pid, connector=plan.name, kind=plan.kind,
+            content_addressed=plan.content_addressed, orders=list(plan.orders), model="conformance",
             layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks, max_model_len=1 << 20,
             max_num_seqs=256, tp=len(hosts), rank_blobs=[rank.blob for rank in built],
             kv_checksum=kv_checksum,

@@ -105,7 +105,7 @@ class Handover:
         self.world = world
         self.producer: Engine = world.engines[producer]
         self.consumer: Engine = world.engines[consumer]
-        self.is_push = self.producer.built.kind == "push"
+        self.is_push = self.producer.card.kind == "push"
         self.order = order or ("needs_peer_first" if self.is_push else "prefill_first")
         self.num_tokens = num_tokens
         self.chunk = chunk or num_tokens
@@ -366,8 +366,8 @@ class Handover:
 
 def legal_orders(world: World) -> Sequence[str]:
     """The orders that the connector declares, with a ticket that comes late where tickets may."""
-    declared = world.consumer.built.orders
-    if world.consumer.built.kind != "push":
+    declared = world.consumer.card.orders
+    if world.consumer.card.kind != "push":
         return [order for order in ("prefill_first", "decode_first") if order in declared]
     orders = ["needs_peer_first"]
     return [*orders, "concurrent", "late_ticket"] if "concurrent" in declared else orders

@@ -15,7 +15,7 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
-from pdkv.wire.kv import ConnectorKind, EngineCard, Order
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.tiers import TierEvents
 
 
@@ -38,7 +38,6 @@ class TokenRange(msgspec.Struct, frozen=True):
 class Build(Command, frozen=True):
     """Make a connector and its sides for one rank, and a pool."""
 
-    connector: str
     config: ConnectorConfig
     rank: str = "pdkv.connector_kit.rig.rank:HostedRank"  # the class that plays it: "module:Class"
 
@@ -282,10 +281,6 @@ class Raised(Answer, frozen=True):
 class Built(Answer, frozen=True):
     """What the connector says of itself."""
 
-    kind: ConnectorKind
-    orders: list[Order]
-    content_addressed: bool
-    one_process: bool
     observes_scheduled: bool
     observes_confirmed: bool
     blob: bytes

@@ -17,7 +17,7 @@ from pdkv.connector_kit.rig.content import CANARY, GARBAGE, Values, describe_dif
 from pdkv.connector_kit.rig.damage import Damage, has_digests
 from pdkv.connector_kit.rig.watch import StepWatch, resident_bytes
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, TransferKey, TransferResults
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.registry import build_connector
 from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
 from pdkv.errors import IncompatiblePeers, TransferError
 from pdkv.wire.kv import KVLayout
@@ -37,7 +37,7 @@ class HostedRank:
         self._watch = self.make_watch(notify)
         self._metas: dict[int, KVConnectorMetadata] = {}
         self._expected: dict[TransferKey, p.Expect] = {}
-        self._connector = connector = make_connector(build.connector, config, notify)
+        self._connector = connector = build_connector(config, notify)
         self._table = connector.make_block_table() if config.rank == 0 else None
         self._scheduler = connector.make_scheduler_side() if config.rank == 0 else None
         self._worker = connector.make_worker_side(config.rank)
@@ -61,12 +61,7 @@ class HostedRank:
 
     def built(self) -> p.Built:
         """What the connector says of itself."""
-        connector = self._connector
         return p.Built(
-            kind=connector.kind,
-            orders=connector.orders(),
-            content_addressed=connector.content_addressed,
-            one_process=connector.one_process,
             observes_scheduled=self._scheduler is not None and bool(self._scheduler.observes.scheduled),
             observes_confirmed=self._scheduler is not None and bool(self._scheduler.observes.confirmed),
             blob=self._blob,
@@ -141,7 +136,9 @@ class HostedRank:
                     call("update_connector_output", scheduler.update_connector_output, resolved)
                 return p.Settled(p.as_dicts(resolved))
             case p.TakeEvents():
-                return p.Events(list(call("take_events", scheduler.take_events)))
+                return p.Events(
+                    [] if scheduler.tiers is None else list(call("take_events", scheduler.tiers.take_events))
+                )
             case p.IsPending():
                 return p.Truth(call("has_pending_work", lambda: scheduler.has_pending_work))
             case p.Reuse(block_ids=block_ids):

@@ -12,6 +12,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote, wait_for_any
+from pdkv.connectors.registry import plan_connector
 from pdkv.errors import IncompatiblePeers, PdkvError
 from pdkv.wire.kv import ChecksumMode, KVGroup, KVLayout
 
@@ -94,7 +95,7 @@ class Setting:
     options: dict[str, str]
     short_options: dict[str, str] = field(default_factory=dict)  # deadlines: "{deadline}" is that of the world
     one_process: bool = False
-    kv_groups: bool = False  # the connector's flag
+    kv_groups: bool = False  # it takes layers with windows
     groups: tuple[KVGroup, ...] = ()  # of engines whose shape nobody has chosen
     kv_checksum: ChecksumMode = "on"
     timeout_s: float = 20.0
@@ -129,7 +130,8 @@ class World:
         directory.mkdir()
         short = {name: value.replace("{deadline}", str(deadline_s)) for name, value in setting.short_options.items()}
         options = {**setting.options, **(short if deadline_s is not None else {})}
-        self._options = {name: value.replace("{directory}", str(directory)) for name, value in options.items()}
+        texts = {name: value.replace("{directory}", str(directory)) for name, value in options.items()}
+        self._plan = plan_connector(setting.connector, texts)
         usual = Shape(groups=setting.groups)
         shapes = {"p": producer or usual, "d": consumer or usual}
         self._kv_shards = math.lcm(*(shape.tp for shape in shapes.values()))
@@ -175,7 +177,7 @@ class World:
         try:
             engine = self.engine_type(
                 name, f"{name}.{epoch}", hosts,
-                connector=self.setting.connector, options=self._options, layout=shape.layout(),
+                plan=self._plan, layout=shape.layout(),
                 num_blocks=shape.num_blocks, kv_shards=self._kv_shards, timeout_s=self.timeout_s,
                 kv_checksum=self.setting.kv_checksum,
             )  # fmt: skip

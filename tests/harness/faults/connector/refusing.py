@@ -17,7 +17,7 @@ class Refusing(Spoiled):
     @staticmethod
     def spoil(connector: Any, side: Any, switch: Path) -> None:
         """As the transfers of its kind can be refused."""
-        if connector.kind == "pull":
+        if connector.config.plan.kind == "pull":
             _end_generations(side, connector.table, switch)
         else:
             _confuse_tickets(side, switch)

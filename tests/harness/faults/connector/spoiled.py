@@ -1,17 +1,29 @@
 """Connectors with a fault that a file switches on: what `refusing` and `dying` have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pdkv.connectors.base import KVConnector, SchedulerConnector
-from pdkv.connectors.registry import load_connector
+import msgspec
+
+from pdkv.connectors.base import ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.registry import build_connector, plan_connector
 
 OF, SWITCH = "of", "switch"
 
 
 class Spoiled(KVConnector):
-    """Stands for the class that its options choose: see `for_options`."""
+    """The connector that its option `of` names, but for a fault of its scheduler side."""
+
+    declares = ConnectorPlan(interface=INTERFACE, kind="pull")
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        self.config = config
+        inner = msgspec.structs.replace(config, plan=_plan_of_inner(config.plan.options))
+        self._inner = build_connector(inner, notify)
+        self.metadata_type = self._inner.metadata_type  # type: ignore[misc]
 
     @staticmethod
     def spoil(connector: Any, side: Any, switch: Path) -> None:
@@ -19,44 +31,27 @@ class Spoiled(KVConnector):
         raise NotImplementedError
 
     @classmethod
-    def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
-        """A subclass of the connector that is meant."""
-        spoil, switch = cls.spoil, Path(options[SWITCH])
-        chosen = load_connector(options[OF]).for_options(_without_own(options))
+    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
+        return msgspec.structs.replace(_plan_of_inner(options), build="", probe="")
 
-        class Chosen(chosen):  # type: ignore[misc, valid-type]
-            @classmethod
-            def parse_options(cls, options: Mapping[str, str]) -> Any:
-                return super().parse_options(_without_own(options))
+    def make_block_table(self) -> BlockTable:
+        self.table = self._inner.make_block_table()
+        return self.table
 
-            @classmethod
-            def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
-                return cls
+    def allocate_kv_cache(self) -> Any:
+        return self._inner.allocate_kv_cache()
 
-            @classmethod
-            def requirements(cls, options: Mapping[str, str]) -> Any:
-                return super().requirements(_without_own(options))
+    def make_scheduler_side(self) -> SchedulerConnector:
+        side = self._inner.make_scheduler_side()
+        self.spoil(self, side, Path(self.config.plan.options[SWITCH]))
+        return side
 
-            @classmethod
-            def probe(cls, options: Mapping[str, str]) -> str:
-                return str(super().probe(_without_own(options)))
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        return self._inner.make_worker_side(rank)
 
-            @classmethod
-            def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
-                return int(super().hit_tokens(_without_own(options), block_size))
-
-            def make_block_table(self) -> Any:
-                self.table = super().make_block_table()
-                return self.table
-
-            def make_scheduler_side(self) -> SchedulerConnector:
-                side: SchedulerConnector = super().make_scheduler_side()
-                spoil(self, side, switch)
-                return side
-
-        return Chosen
+    def shutdown(self) -> None:
+        self._inner.shutdown()
 
 
-def _without_own(options: Mapping[str, str]) -> dict[str, str]:
-    """The options of the connector that is meant."""
-    return {name: text for name, text in options.items() if name not in (OF, SWITCH)}
+def _plan_of_inner(options: Mapping[str, str]) -> ConnectorPlan:
+    return plan_connector(options[OF], {name: text for name, text in options.items() if name not in (OF, SWITCH)})

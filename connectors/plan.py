@@ -1,0 +1,80 @@
+"""What a connector is with its options: frozen plain data, made once by whatever starts a deployment.
+
+It travels in an engine's spec. Nobody asks a connector's class what it is, or parses its options to find out, again.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from math import lcm
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from pdkv.wire.kv import ConnectorKind, Order
+
+INTERFACE = 2
+"""Of what connectors are written for: raised where one must be changed. docs/writing-a-transport.md says how."""
+
+Layout = Literal["heads", "windows", "latent", "state"]
+Positions = Literal["rotated", "none"]
+
+PUSH_ORDERS: tuple[Order, ...] = ("decode_first", "needs_peer_first")
+
+
+class Requirement(NamedTuple):
+    """A package that a connector needs and that not every installation has."""
+
+    modules: tuple[str, ...]  # any of them will do
+    install: str  # the command
+    when: str = ""  # the options that need it; empty: all
+
+    @property
+    def installed(self) -> bool:
+        """Whether one of the modules is there. Imports nothing."""
+        return any(find_spec(module) is not None for module in self.modules)
+
+
+class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A connector with its options. A class says in `declares` what holds with any, `KVConnector.plan` what with some;
+    name, build and options are the registry's to put in.
+    """
+
+    interface: int  # INTERFACE, as its author knew it
+    kind: ConnectorKind
+    name: str = ""  # a registry name or "module:Class"
+    build: str = ""  # "module:Class" of the KVConnector that is made from it
+    probe: str = ""  # "module:function", (plan) -> why what it transfers through cannot be reached now, or ""
+    options: Mapping[str, str] = {}  # as they were given
+    orders: tuple[Order, ...] = ()  # legal hand-off orders; empty: those of its kind
+    parts: "tuple[ConnectorPlan, ...]" = ()  # of a connector that is made of others, in order of preference
+    content_addressed: bool = False  # it finds KV that any engine has saved or holds
+    lends: bool = False  # a request that will be handed off itself loads what its `handoff` names, too
+    hit_tokens: int = 0  # what others save is found up to multiples of so many tokens; 0: nothing is found so
+    codec: str = ""  # of KV that may differ from what was computed; empty: it is exact
+    own_pool: Literal["none", "offers", "needs"] = "none"  # whether it allocates the KV pool: never, if it may, always
+    one_process: bool = False  # its engines share a process: `pd launch` refuses it for several
+    layouts: tuple[Layout, ...] = ("heads",)  # windows: it takes several block tables; else all layers keep all tokens
+    positions: tuple[Positions, ...] = ("rotated",)
+    wire_version: int = 1  # of what its ranks tell peers and put into cards; 0: peers' are not compared
+    requirements: tuple[Requirement, ...] = ()  # in `declares`: also those of some options only
+
+    def __post_init__(self) -> None:
+        if not self.orders:
+            orders = PUSH_ORDERS if self.kind == "push" else ("prefill_first", "decode_first")
+            msgspec.structs.force_setattr(self, "orders", orders)
+
+    @property
+    def wire_versions(self) -> dict[str, int]:
+        """Its own and its parts', by name: for the engine's card."""
+        return {part.name: part.wire_version for part in self.parts} | {self.name: self.wire_version}
+
+    def hit_spacing(self, block_size: int) -> int:
+        """Tokens from one end of a hit to the next where layers have windows; 0: nothing is found by content.
+
+        What the token behind such an end sees of a window is kept until it was shown: else it could not be saved.
+        """
+        return lcm(self.hit_tokens, block_size)
+
+
+NO_PLAN = ConnectorPlan(interface=INTERFACE, kind="store", name="none", wire_version=0)
+"""Of an engine without a connector, and of a side that is built by itself."""

@@ -1,0 +1,85 @@
+"""ConnectorPlan: what a connector is, said once, as data that an engine's spec carries."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdkv.assemble.engine import build_engine
+from pdkv.base.options import Options
+from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
+from pdkv.connectors.base import KVConnector
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.registry import connector_class, load_connector, plan_connector
+from pdkv.errors import ConfigError
+from pdkv.launch.kv_tiers import plan_with_tiers
+
+OF_ALL: Mapping[str, Mapping[str, str]] = {
+    "lmcache": {"url": "lmcache://host:1", "model_name": "m", "hash": "sha256_cbor"},
+    "memory": {"mode": "push"},
+    "multi": {"connectors": "p2p,shared_storage", "1.path": "/kv", "1.codec": "int8", "1.tokens_per_value": "48"},
+    "nixl": {"mode": "push"},
+    "p2p": {},
+    "shared_memory": {},
+    "shared_storage": {"path": "/kv", "codec": "fp8"},
+    "store": {"url": "redis://host:1"},
+}
+
+
+class OfAnEarlierInterface(KVConnector):
+    """As connectors were before they had plans."""
+
+    kind = "pull"
+
+
+class OfALaterInterface(KVConnector):
+    """As connectors will be."""
+
+    declares = ConnectorPlan(interface=INTERFACE + 1, kind="pull")
+
+
+@pytest.mark.parametrize("name", OF_ALL)
+def test_a_plan_is_plain_data_that_names_what_is_built(name: str) -> None:
+    plan = plan_connector(name, OF_ALL[name])
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=ConnectorPlan) == plan
+    assert (plan.name, plan.options, plan.interface) == (name, OF_ALL[name], INTERFACE)
+    assert issubclass(connector_class(plan), KVConnector)
+    with pytest.raises(AttributeError, match="immutable"):
+        plan.kind = "store"  # type: ignore[misc]
+
+
+def test_what_multi_is_follows_from_its_parts() -> None:
+    plan = plan_connector("multi", OF_ALL["multi"])
+    parts = [plan_connector("p2p", {}), plan_connector("shared_storage", plan.parts[1].options)]
+    assert list(plan.parts) == parts
+    assert (plan.kind, plan.lends, plan.content_addressed) == ("push", True, False)
+    assert (plan.codec, parts[1].codec) == ("int8-1.0", "int8-1.0")
+    assert [p.hit_spacing(32) for p in (plan, *parts)] == [96, 0, 96]
+    assert plan.wire_versions == {p.name: p.wire_version for p in (*parts, plan)}
+
+
+@pytest.mark.parametrize("kind", [OfAnEarlierInterface, OfALaterInterface])
+def test_a_connector_for_another_interface_is_refused_with_the_page_to_read(kind: type) -> None:
+    number = 1 if kind is OfAnEarlierInterface else INTERFACE + 1
+    message = f"written for interface {number} of connectors, and this is interface {INTERFACE}: see docs/writing-a-t"
+    with pytest.raises(ConfigError, match=message):
+        load_connector(f"{__name__}:{kind.__name__}")
+
+
+def test_an_engine_with_a_tier_parses_each_parts_options_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handoff, tiers = HandoffConfig(), TiersConfig(kv_store=f"file://{tmp_path}")
+    plan = plan_with_tiers(handoff, tiers, tmp_path, "e")
+    parsed: list[str] = []
+    parse = Options.parse.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type[Options], *arguments: Any, **others: Any) -> Options:
+        parsed.append(cls.__name__)
+        options: Options = parse(cls, *arguments, **others)
+        return options
+
+    monkeypatch.setattr(Options, "parse", classmethod(counted))
+    core = build_engine(EngineConfig(kv_cache_memory=16 << 20, threads=1), handoff, plan, name="planned", epoch="1")
+    core.shutdown()
+    assert parsed == ["SharedMemoryOptions", "StoreUrlOptions", "StoreOptions"]
