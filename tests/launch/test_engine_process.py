@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ class Core:
         self.outgoing: list[tuple[str, list[Any]]] = []
         self.card: Any = None  # nothing here is hashed ahead
         self.watch = StepWatch()
+        self.reports = SimpleNamespace(begin=lambda: False)  # no router asks for one
 
     def router_joined(self, router_id: str, epoch: str) -> None:
         self.calls.append(("joined", router_id, epoch))
@@ -71,9 +73,6 @@ class Core:
 
     def next_deadline(self) -> float | None:
         return self.deadline
-
-    def begin_report(self) -> bool:
-        return False
 
     def begin_step(self, now: float) -> None:
         self.calls.append("step")

@@ -101,7 +101,7 @@ def test_it_is_spared_while_it_waits_and_no_longer(host: HostStore, engine: Engi
     assert near(host, engine, request)
     meta = engine.step()
     assert [passed.key for passed in meta.passed] == [key]
-    engine.wait((f"{key[0]}/passed", key[1]))
+    engine.wait(key._replace(attempt=1))
     fill_host(host, "b")
     assert not near(host, engine, request)
 
