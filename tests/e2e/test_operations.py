@@ -47,12 +47,15 @@ def roles(deployment: Running) -> dict[str, str]:
 
 
 def test_the_commands_of_the_page_in_turn_lose_nothing(launch: Launch) -> None:
-    """On one prefill and one decode engine, each of which is stood in for while it is restarted."""
+    """On one prefill and one decode engine, each of which is stood in for while it is restarted.
+
+    Few clients: where engines starve they are suspects, and the last other one gets no new role.
+    """
     first, *rest = COMMANDS
     deployment = launch(*shlex.split(first)[2:])
     before = deployment.pids()
     outputs: dict[str, str] = {}
-    with steady_load(deployment) as load:
+    with steady_load(deployment, num_clients=2) as load:
         for command in rest:
             wait_until_true(lambda: not any(e["suspect"] for e in topology(deployment)), "nobody is starved")
             outputs[command] = pd(deployment, *shlex.split(command)[1:])
