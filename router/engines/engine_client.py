@@ -367,8 +367,9 @@ class EngineClient:
         if protocol >= OLDEST_PROTOCOL:
             return False
         self.num_dropped += 1
-        versions = protocol, OLDEST_PROTOCOL, PROTOCOL
-        logger.error("%s stays out: it speaks protocol %d, and this router %d to %d", self.name, *versions)
+        if self._log_limit.passes():
+            versions = protocol, OLDEST_PROTOCOL, PROTOCOL
+            logger.error("%s stays out: it speaks protocol %d, and this router %d to %d", self.name, *versions)
         return True
 
     def _listen(self, card: EngineCard) -> None:

@@ -1,5 +1,7 @@
 """Peers of later versions: what is new is skipped and counted."""
 
+import tracemalloc
+
 import msgspec
 from wire_rig import Context, Listener, connected, make_card, raw_peer, receive
 
@@ -26,6 +28,21 @@ def test_a_message_of_an_unknown_type_is_nobody_s_and_a_new_field_is_not_seen() 
     assert decode_message(msgspec.msgpack.encode({"type": "Abort", "request_id": "q", "attempt": 1, "why": "x"})) == (
         Abort("q", 1)
     )
+
+
+def test_a_type_that_is_no_name_is_not_built() -> None:
+    """A million empty lists are a megabyte on the wire and 64 of memory."""
+    lists = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000
+    message = b"\x83" + b"".join(map(msgspec.msgpack.encode, ("request_id", "q", "attempt", 1, "type"))) + lists
+    tracemalloc.start()
+    try:
+        bad = decode_message(message)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(bad, BadMessage)
+    assert (bad.key, bad.param) == (("q", 1), "type")
+    assert most < len(message)
 
 
 def test_an_engine_skips_what_it_does_not_know(server: EngineServer, context: Context) -> None:

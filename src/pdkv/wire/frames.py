@@ -82,7 +82,7 @@ class _GoodFrame(msgspec.Struct, frozen=True):
 class _About(msgspec.Struct, frozen=True):
     """What a message is about, whatever else is in it."""
 
-    type: object = None
+    type: msgspec.Raw = msgspec.Raw()  # of any kind and size: not built
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
     attempt: Attempt | None = None
     protocol: Number = 1
@@ -96,6 +96,7 @@ _frames = msgspec.msgpack.Decoder(_RawFrame)
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _lists: msgspec.msgpack.Decoder[list[AnyMessage]] = msgspec.msgpack.Decoder(list[AnyMessage])
 _abouts = msgspec.msgpack.Decoder(_About)
+_READY = _encoder.encode(Ready.__name__)
 
 
 def encode_message(message: AnyMessage) -> msgspec.Raw:
@@ -195,7 +196,8 @@ def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:
     except MalformedMessage:
         return bad
     key = (about.request_id, about.attempt) if about.request_id and about.attempt is not None else None
-    return bad._replace(key=key, protocol=about.protocol if about.type == Ready.__name__ else None)
+    is_ready = memoryview(about.type) == _READY
+    return bad._replace(key=key, protocol=about.protocol if is_ready else None)
 
 
 def key_of(message: AnyMessage) -> RequestKey | None:
