@@ -12,6 +12,9 @@ import pytest
 from coroutines import run
 from no_processes import ProcessGuard, starts_processes
 from small_models import make_hf_model
+from warm import WarmPopen
+
+from pdkv.testing.deployment import Deployment
 
 # Several test processes share few cores: one computing thread each, and no spinning while others work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--check"):
         config.pluginmanager.register(ProcessGuard())
+    else:
+        Deployment.popen = WarmPopen
 
 
 LONGEST_FIRST = (
