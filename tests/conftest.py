@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,12 @@ def pytest_runtest_call() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@pytest.fixture
+def real_pd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's launches start interpreters, as a user's do; those of other tests are forked (warm.py)."""
+    monkeypatch.setattr(Deployment, "popen", subprocess.Popen)
 
 
 HFModel = Callable[..., Path]

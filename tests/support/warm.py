@@ -43,7 +43,9 @@ class WarmPopen(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         """What starts the process, of the standard library's class."""
-        _, preexec_fn, _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:15]
+        _, preexec_fn, _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[
+            :15
+        ]
         environment = dict(os.environ if env is None else env)
         forks = list(args[: len(COMMAND)]) == COMMAND and not preexec_fn and not pass_fds
         if not forks or not (warm := _warm()).serves(environment):
