@@ -1,5 +1,6 @@
 """Fixtures that several folders share: small random Hugging Face models."""
 
+import gc
 import inspect
 import logging
 import os
@@ -58,6 +59,17 @@ def place(item: pytest.Item) -> int:
     """Where its folder is among LONGEST_FIRST."""
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported and collected stays: no search for garbage goes through it, now or while tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,10 +21,10 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from pdkv.launch.fork_server import ENVIRONMENT, PRELOADED
 from pdkv.testing.deployment import MARK
@@ -114,7 +114,7 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
 
 
-def _main(control_fd: int) -> int:
+def _main(control_fd: int) -> None:
     """Import, then fork until nobody asks any more; in what was forked, run `pd`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in (*PRELOADED, "pdkv.cli.main", "pdkv.launch.launcher", "pdkv.launch.router_process"):
@@ -127,7 +127,7 @@ def _main(control_fd: int) -> int:
     while True:
         data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
         if not data:
-            return 0
+            return
         middle = os.fork()
         if middle == 0:
             pid = os.fork()
@@ -143,7 +143,25 @@ def _main(control_fd: int) -> int:
     _become_pd(*json.loads(data), fds)
     from pdkv.cli.main import main
 
-    return main()
+    _live(main)
+
+
+def _live(run: Callable[[], Any]) -> NoReturn:
+    """Run it and end this process as interpreters end, except that memory goes as a whole and not object by object."""
+    code: Any = 1
+    try:
+        code = run() or 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # the process ends here: nothing above could report it
+        traceback.print_exc()
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def _become_pd(arguments: list[str], environment: dict[str, str], cwd: str, fds: Sequence[int]) -> None:
@@ -172,36 +190,28 @@ def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec
     """In place of the launcher's own: what it starts is forked from it, and begins as an interpreter would."""
     if pid := os.fork():
         return SimpleNamespace(pid=pid, returncode=None)
-    code: Any = 1
-    try:
-        gc.freeze()  # nothing of the launcher's closes its descriptors here
-        _forget_signals()
-        os.setsid()
-        with open(os.memfd_create("pdkv-spec"), "w+b", closefd=False) as stdin:
-            stdin.write(spec)
-            stdin.seek(0)
-            os.dup2(stdin.fileno(), 0)
-        os.dup2(2, 1)
-        first = 3
-        for fd in sorted(fds):
-            os.closerange(first, fd)
-            os.set_inheritable(fd, True)
-            first = fd + 1
-        os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-        os.environ.update({**ENVIRONMENT, **os.environ})
-        sys.argv[:] = [sys.modules.pop(module).__file__, *map(str, arguments)]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:  # the process ends here: nothing above could report it
-        traceback.print_exc()
-    finally:
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    _live(partial(_begin, module, arguments, fds, spec))
+
+
+def _begin(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes) -> None:
+    """What `python -P -m module` would begin with and do, in a session of its own."""
+    gc.freeze()  # nothing of the launcher's closes its descriptors here
+    _forget_signals()
+    os.setsid()
+    with open(os.memfd_create("pdkv-spec"), "w+b", closefd=False) as stdin:
+        stdin.write(spec)
+        stdin.seek(0)
+        os.dup2(stdin.fileno(), 0)
+    os.dup2(2, 1)
+    first = 3
+    for fd in sorted(fds):
+        os.closerange(first, fd)
+        os.set_inheritable(fd, True)
+        first = fd + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    sys.argv[:] = [str(sys.modules.pop(module).__file__), *map(str, arguments)]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _forget_signals() -> None:
@@ -214,4 +224,4 @@ def _forget_signals() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(int(sys.argv[1])))
+    _main(int(sys.argv[1]))
