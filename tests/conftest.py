@@ -72,6 +72,11 @@ def pytest_collection() -> Iterator[object]:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Libraries complain of what is left when the interpreter ends."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=place)
     if config.getoption("--check"):

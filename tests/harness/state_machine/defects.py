@@ -374,7 +374,7 @@ DEFECTS: Sequence[Planted] = (
     (quarantine_skipped, PUSH, (5, 3, 0)),
     (generation_not_reread, PULL, (0, 26, 26)),
     (tail_indexed, STORE, (0, 0, 0)),
-    (attempt_ignored, PULL, (0, 0, 0)),
+    (attempt_ignored, PULL, (283, 1388, 609)),
     (late_write_admitted, PUSH, (3, 5, 0)),
     (duplicate_release_frees_twice, PULL, (0, 4, 1)),
     (old_epoch_accepted, PULL, (26, 268, 268)),
