@@ -381,7 +381,7 @@ DEFECTS: Sequence[Planted] = (
     (save_committed_after_failed_load, LAYERWISE, (35, 6, 6)),
     (decode_writes_into_its_own_hit, PULL, (0, 5, 0)),
     (block_cached_before_it_is_filled, PULL, (0, 0, 0)),
-    (preempted_blocks_handed_off, PULL, (90, 36, 47)),
+    (preempted_blocks_handed_off, PULL, (90, 36, 320)),
     (preempted_passes_the_urgent, PULL, (13, 12, 12)),
     (victims_by_age_alone, PULL, (0, 6, 4)),
     (part_of_a_load_counted_as_more, STORE, (10, 16, 22)),
