@@ -27,7 +27,8 @@ MARK = "LAUNCH_TEST_ID"
 class Deployment:
     """A `pd launch` process, or a `pd engine`. Lines of its stderr can be waited for.
 
-    `popen` starts it. Tests may put a class in its place that has what interpreters import ready (`tests/support/warm.py`).
+    `popen` starts it: a session of many launches may put a class in its place that has interpreters ready which have
+    imported what they need (`tests/support/warm.py`).
     """
 
     popen: ClassVar[type[subprocess.Popen[str]]] = subprocess.Popen
