@@ -1,8 +1,10 @@
 """Fixtures that several folders share: small random Hugging Face models."""
 
+import gc
 import inspect
 import logging
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ import pytest
 from coroutines import run
 from no_processes import ProcessGuard, starts_processes
 from small_models import make_hf_model
+from warm import WarmPopen
+
+from pdkv.testing.deployment import Deployment
 
 # Several test processes share few cores: one computing thread each, and no spinning while others work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--check"):
         config.pluginmanager.register(ProcessGuard())
+    else:
+        Deployment.popen = WarmPopen
 
 
 LONGEST_FIRST = (
@@ -52,6 +59,22 @@ def place(item: pytest.Item) -> int:
     """Where its folder is among LONGEST_FIRST."""
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported and collected stays: no search for garbage goes through it, now or while tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries complain of what is left when the interpreter ends."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,6 +104,12 @@ def pytest_runtest_call() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@pytest.fixture
+def real_pd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's launches start interpreters, as a user's do; those of other tests are forked (warm.py)."""
+    monkeypatch.setattr(Deployment, "popen", subprocess.Popen)
 
 
 HFModel = Callable[..., Path]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from deployments import Launch, Running
 
 from pdkv.router.admission.api_keys import make_key
@@ -24,6 +25,7 @@ def cached(deployment: Running, key: str) -> int:
     return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+@pytest.mark.usefixtures("real_pd")
 def test_keys_keep_strangers_out_and_tenants_apart_and_are_read_again_on_sighup(launch: Launch, tmp_path: Path) -> None:
     """Attacks 16 and 17: `cached_tokens` tells nobody what another key's clients asked, and no secret is seen."""
     made = {name: make_key(name) for name in ("alice", "bob", "carol")}

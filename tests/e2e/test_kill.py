@@ -228,6 +228,7 @@ def arenas_of(pids: Iterable[int]) -> set[str]:
     return inodes
 
 
+@pytest.mark.usefixtures("real_pd")
 def test_a_killed_launcher_leaves_no_process_and_no_memory(launch: Launch) -> None:
     """F24: one of the engines has two ranks, each with a pool of its own."""
     deployment = launch("--prefill", "1", "--decode", "1", "--decode-tp", "2")

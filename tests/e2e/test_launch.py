@@ -11,6 +11,8 @@ import pytest
 from deployments import Launch
 from traffic import stop_process
 
+pytestmark = pytest.mark.usefixtures("real_pd")
+
 GATED_CONNECTOR = """
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions

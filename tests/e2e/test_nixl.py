@@ -48,6 +48,7 @@ def test_first_pass_and_replay(workload: Workload, topology: str, way: str) -> N
         run_twice(deployment, workload)
 
 
+@pytest.mark.usefixtures("real_pd")
 @pytest.mark.parametrize("way", ["pull", pytest.param("concurrent", marks=pytest.mark.slow)])
 def test_unequal_blocks_and_ranks(workload: Workload, way: str) -> None:
     """F20."""

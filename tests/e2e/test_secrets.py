@@ -19,6 +19,7 @@ def shown(deployment: Running) -> str:
     return "\n".join([*lines, *pages, deployment.log])
 
 
+@pytest.mark.usefixtures("real_pd")
 @pytest.mark.parametrize(
     ("method", "given_by"),
     [("spawn", "environment"), pytest.param("fork", "file", marks=pytest.mark.slow)],

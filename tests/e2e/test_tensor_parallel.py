@@ -104,6 +104,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_at_its_deadline(deployment: Runn
     assert answer(deployment) == expected
 
 
+@pytest.mark.usefixtures("real_pd")
 def test_a_stop_ends_all_ranks_without_a_complaint(launch: Launch) -> None:
     """Ranks that were started one by one, without a fork server."""
     deployment = launch(*TWO_RANKS, "--start-method", "spawn")

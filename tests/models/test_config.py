@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tokenizers
-import transformers
 from deployments import write_tokenizer
 
 from pdkv.errors import ConfigError, ModelError
@@ -84,6 +83,8 @@ def test_the_tokenizers_end_token_counts_too_by_the_file_that_transformers_takes
     tmp_path: Path, config: dict[str, Any], older: dict[str, Any] | None
 ) -> None:
     """F51: finetunes of base models often name the token that ends their turns there alone."""
+    import transformers
+
     write(tmp_path, vocab_size=300)
     write_tokenizer(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -243,6 +244,8 @@ def test_the_models_own_original_length_goes_before_that_of_its_rope_parameters(
 
 def test_phi3_was_trained_with_4096_positions_where_its_file_says_nothing(tmp_path: Path) -> None:
     """As in transformers, whose Phi3Config has the field in any case."""
+    import transformers
+
     phi = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONGROPE, "pad_token_id": 0}
     path = write(tmp_path, **phi, model_type="phi3", max_position_embeddings=8192)
     assert load_model_config(path).default_max_model_len == 4096

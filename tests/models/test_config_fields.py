@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from pdkv.errors import ModelError
 from pdkv.models.config import ModelConfig, load_model_config
@@ -107,6 +106,8 @@ def test_published_models_load(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("every_field", [False, True], ids=["saved", "every_field"])
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_all_that_transformers_writes_of_a_family_loads(tmp_path: Path, family: str, every_field: bool) -> None:
+    import transformers
+
     config = getattr(transformers, f"{ARCHITECTURES[family]}Config")(**_SIZES)
     config.architectures = [f"{ARCHITECTURES[family]}ForCausalLM"]
     config.save_pretrained(tmp_path)

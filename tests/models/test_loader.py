@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from pdkv.errors import ConfigError, ModelError
@@ -180,6 +179,8 @@ def test_a_file_that_is_replaced_during_the_load_is_an_error_that_names_it(
 
 
 def transformers_logits(path: Path) -> torch.Tensor:
+    import transformers
+
     tokens = torch.tensor([[5, 300, 17, 2, 81, 5, 44, 199]])
     with torch.inference_mode():
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

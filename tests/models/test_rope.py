@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from pdkv.models.config import load_model_config
 from pdkv.models.rope import inverse_frequencies, make_rope_table, rotate
@@ -64,6 +63,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scaled_frequencies_equal_transformers(hf_model: HFModel, name: str, max_model_len: int) -> None:
     """Those of transformers for sequences of the engine's length, which most kinds of scaling do not depend on."""
+    import transformers
+
     path = hf_model("llama", rope_parameters=SCALINGS[name], num_hidden_layers=1)
     config = load_model_config(path, max_model_len)
     compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]]

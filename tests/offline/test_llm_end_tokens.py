@@ -6,7 +6,6 @@ from typing import Any
 
 import tokenizers
 import torch
-import transformers
 from deployments import write_tokenizer
 
 from pdkv import LLM, SamplingParams
@@ -17,6 +16,8 @@ NUM_OUTPUT = 24
 
 
 def transformers_answer(path: Path, end: int) -> list[int]:
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = torch.tensor([PROMPT])
     out = model.generate(
@@ -28,6 +29,8 @@ def transformers_answer(path: Path, end: int) -> list[int]:
 
 
 def test_an_answer_ends_at_the_tokenizers_end_token(hf_model: HFModel, tmp_path: Path) -> None:
+    import transformers
+
     model = hf_model("llama", vocab_size=258)
     for file in model.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from deployments import write_tokenizer
 from oracle import Expected, Oracle
 from small_models import make_hf_model
@@ -81,6 +80,8 @@ def test_where_no_length_matters_tokens_are_those_of_transformers(
 
 def fixed_oracle(model: Path, length: int) -> Oracle:
     """transformers with the frequencies that it would take for a sequence of `length` tokens, whatever comes."""
+    import transformers
+
     oracle = Oracle(model)
     rotary = oracle.model.model.rotary_emb
     compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rotary.rope_type]

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pdkv
 
@@ -22,6 +21,8 @@ TOKENIZER = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
 
 @pytest.fixture(scope="module")
 def model() -> Model:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
 
 
@@ -67,6 +68,8 @@ def test_tokenizer_covers_every_byte() -> None:
 
 @pytest.mark.parametrize("num_facts", [1, 5, 40, recall.MAX_FACTS])
 def test_prompt_lengths_are_as_documented(num_facts: int) -> None:
+    from transformers import AutoTokenizer
+
     question = recall.make_question(3, num_facts)
     assert len(TOKENIZER.encode(question.prompt).ids) == recall.num_prompt_tokens(num_facts)
     chat = AutoTokenizer.from_pretrained(MODEL_DIR).apply_chat_template(
@@ -95,6 +98,8 @@ def test_recalls_in_completions(model: Model) -> None:
 
 
 def test_recalls_in_chats_and_in_a_follow_up_turn(model: Model) -> None:
+    from transformers import AutoTokenizer
+
     template = AutoTokenizer.from_pretrained(MODEL_DIR)
     for seed in range(20):
         question = recall.make_question(seed, 2 + 3 * seed)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.parsers.registry import TOOL_PARSERS, find_tool_parser
@@ -25,6 +24,8 @@ TEMPLATE = (
 
 @pytest.fixture
 def model_dir(backend: tokenizers.Tokenizer, tmp_path: Path) -> Path:
+    from transformers import PreTrainedTokenizerFast
+
     PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", unk_token="<unk>", chat_template=TEMPLATE
     ).save_pretrained(tmp_path)
@@ -32,6 +33,8 @@ def model_dir(backend: tokenizers.Tokenizer, tmp_path: Path) -> Path:
 
 
 def test_ids_and_text_are_those_of_transformers(model_dir: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     ours, theirs = Tokenizer.from_dir(model_dir), PreTrainedTokenizerFast.from_pretrained(model_dir)
     for text in ("Hello, world! one two", "the cats 你好 é", "<s>one", ""):
         for special in (True, False):
@@ -74,6 +77,8 @@ def test_other_threads_run_while_a_long_text_is_worked_on(way: str, byte_level: 
 
 
 def test_a_conversation_is_rendered_as_by_transformers(model_dir: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     ours, theirs = Tokenizer.from_dir(model_dir), PreTrainedTokenizerFast.from_pretrained(model_dir)
     messages = [{"role": "user", "content": "<one> & 'two'"}, {"role": "assistant", "content": "ünï"}]
     for prompt in (True, False):
@@ -127,6 +132,8 @@ def test_which_template_is_taken_with_and_without_tools_is_as_in_transformers(
     model_dir: Path, files: dict[str, str], listed: object
 ) -> None:
     """F51: the model is told of its tools, or the request is refused."""
+    from transformers import PreTrainedTokenizerFast
+
     write_templates(model_dir, files, listed)
     ours, theirs = Tokenizer.from_dir(model_dir), PreTrainedTokenizerFast.from_pretrained(model_dir)
     messages = [{"role": "user", "content": "Does it rain?"}]

@@ -4,7 +4,6 @@ import copy
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.text import ChatTemplate
@@ -30,6 +29,8 @@ def part(text: str) -> dict[str, str]:
 
 
 def transformers_prompt(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     [[prompt], _] = render_jinja_template([messages], chat_template=template, **options)
     return str(prompt)
 

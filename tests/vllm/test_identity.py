@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import transformers
 
 from pdkv.errors import ConfigError
 from pdkv.models.identity import model_identity
@@ -18,6 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 def vllm_config(*, load_format: str = "auto", model: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
     """As vLLM resolves it; `fields`: of config.json."""
+    import transformers
+
     hf_config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, **fields)
     values = {"model": "org/name", "revision": None, "dtype": "torch.float32", "quantization": None, **(model or {})}
     return SimpleNamespace(

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pdkv.base.clock import MONOTONIC
 
@@ -25,7 +25,13 @@ MARK = "LAUNCH_TEST_ID"
 
 
 class Deployment:
-    """A `pd launch` process, or a `pd engine`. Lines of its stderr can be waited for."""
+    """A `pd launch` process, or a `pd engine`. Lines of its stderr can be waited for.
+
+    `popen` starts it: a session of many launches may put a class in its place that has interpreters ready which have
+    imported what they need (`tests/support/warm.py`).
+    """
+
+    popen: ClassVar[type[subprocess.Popen[str]]] = subprocess.Popen
 
     def __init__(
         self,
@@ -52,7 +58,7 @@ class Deployment:
         self.listen: tuple[str, int] | None = None  # such an engine's address
         self._new_lines: queue.Queue[str | None] = queue.Queue()
         self._shared_files = shared_memory_files()
-        self.process = subprocess.Popen(
+        self.process = self.popen(
             enter(sys.executable, "-P", "-m", "pdkv.cli", command, *arguments),
             env={**os.environ, "TMPDIR": str(directory), MARK: self.mark, **environment},
             stdout=subprocess.PIPE,

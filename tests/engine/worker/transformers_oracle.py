@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 CLOSE = 1e-4
 """Prompts whose two best logits come closer than this anywhere prove nothing and are drawn again."""
@@ -14,6 +13,8 @@ CLOSE = 1e-4
 @cache
 def load(model_dir: Path) -> Any:
     """The transformers model, in float32."""
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 

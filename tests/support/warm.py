@@ -1,0 +1,227 @@
+"""`pd` forked from a process that has imported what launches need: most of a launch's processor time is imports.
+
+`WarmPopen` is `subprocess.Popen`, except that the interpreter of `python -P -m pdkv.cli …` has been started before, and
+so have those of the launcher's children. They are processes as otherwise: children of whoever starts them, with their
+own arguments, environment, working directory, descriptors, sessions and signals, and they end as interpreters do.
+What an interpreter or a library reads when it is started or loaded cannot be given to one that runs already: where
+the environment says another thing of it than this process's own did, a real one is started.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from pdkv.launch.fork_server import ENVIRONMENT, PRELOADED
+from pdkv.testing.deployment import MARK
+
+COMMAND = [sys.executable, "-P", "-m", "pdkv.cli"]
+READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "KMP_", "MKL_", "OPENBLAS_")
+"""How variables begin that are read when an interpreter starts or a library is loaded."""
+
+_MAX_REQUEST_BYTES = 128 * 1024
+_PR_SET_CHILD_SUBREAPER = 36
+_UNMARKED = "0" * 32
+
+
+class WarmPopen(subprocess.Popen[Any]):
+    """A command, forked where it is `pd`."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        """What starts the process, of the standard library's class."""
+        _, preexec_fn, _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[
+            :15
+        ]
+        environment = dict(os.environ if env is None else env)
+        forks = list(args[: len(COMMAND)]) == COMMAND and not preexec_fn and not pass_fds
+        if not forks or not (warm := _warm()).serves(environment):
+            super()._execute_child(args, *rest)
+            return
+        ends = [own if own >= 0 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
+        try:
+            self.pid = warm.fork(args[len(COMMAND) :], environment, cwd or os.getcwd(), ends)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+class _Warm:
+    """This process's side of the one that forks."""
+
+    def __init__(self) -> None:
+        self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._environment = {**ENVIRONMENT, **os.environ, MARK: _UNMARKED}
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(there.fileno())],
+            pass_fds=[there.fileno()],
+            env={**self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        there.close()
+        self._control.settimeout(120.0)
+        assert self._control.recv(16) == b"ready", "the process that forks launches has died"
+        atexit.register(self._close)
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Whether one that runs already can have this environment."""
+        return _read_at_start({**ENVIRONMENT, **environment}) == _read_at_start(self._environment)
+
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], cwd: str, ends: Sequence[int]) -> int:
+        """The pid of a child of this process that runs `pd` with these arguments; `ends` are its first descriptors."""
+        with self._lock, _adopting():
+            request = json.dumps([list(arguments), dict(environment), cwd]).encode()
+            socket.send_fds(self._control, [request], list(ends))
+            pid = int(self._control.recv(64))
+            assert self._control.recv(64) == b"orphaned"
+        return pid
+
+    def _close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+@cache
+def _warm() -> _Warm:
+    return _Warm()
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """For the block, orphaned descendants become children of this process."""
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+
+
+def _main(control_fd: int) -> None:
+    """Import, then fork until nobody asks any more; in what was forked, run `pd`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in (*PRELOADED, "pdkv.cli.main", "pdkv.launch.launcher", "pdkv.launch.router_process"):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page that it marks
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread was started by an import: what is forked would hang"
+    control = socket.socket(fileno=control_fd)
+    control.send(b"ready")
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
+        if not data:
+            return
+        middle = os.fork()
+        if middle == 0:
+            pid = os.fork()
+            if pid == 0:
+                break
+            control.send(str(pid).encode())
+            os._exit(0)
+        os.waitpid(middle, 0)
+        control.send(b"orphaned")
+        for fd in fds:
+            os.close(fd)
+    control.close()
+    _become_pd(*json.loads(data), fds)
+    from pdkv.cli.main import main
+
+    _live(main)
+
+
+def _live(run: Callable[[], Any]) -> NoReturn:
+    """Run it and end this process as interpreters end, except that memory goes as a whole and not object by object."""
+    code: Any = 1
+    try:
+        code = run() or 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # the process ends here: nothing above could report it
+        traceback.print_exc()
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _become_pd(arguments: list[str], environment: dict[str, str], cwd: str, fds: Sequence[int]) -> None:
+    """Give this process what `python -P -m pdkv.cli` would begin with."""
+    from pdkv.base import trace_context
+    from pdkv.launch import children
+
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    mark = environment.get(MARK, _UNMARKED).encode()
+    assert len(mark) == len(_UNMARKED), mark
+    ctypes.memmove(libc.getenv(MARK.encode()), mark, len(mark))  # where the kernel reads /proc/PID/environ
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv[:] = [importlib.import_module("pdkv.cli").__path__[0] + "/__main__.py", *arguments]
+    trace_context._generator.seed()
+    children._spawn = _spawn
+
+
+def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes = b"") -> Any:
+    """In place of the launcher's own: what it starts is forked from it, and begins as an interpreter would."""
+    if pid := os.fork():
+        return SimpleNamespace(pid=pid, returncode=None)
+    _live(partial(_begin, module, arguments, fds, spec))
+
+
+def _begin(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes) -> None:
+    """What `python -P -m module` would begin with and do, in a session of its own."""
+    gc.freeze()  # nothing of the launcher's closes its descriptors here
+    _forget_signals()
+    os.setsid()
+    with open(os.memfd_create("pdkv-spec"), "w+b", closefd=False) as stdin:
+        stdin.write(spec)
+        stdin.seek(0)
+        os.dup2(stdin.fileno(), 0)
+    os.dup2(2, 1)
+    first = 3
+    for fd in sorted(fds):
+        os.closerange(first, fd)
+        os.set_inheritable(fd, True)
+        first = fd + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    sys.argv[:] = [str(sys.modules.pop(module).__file__), *map(str, arguments)]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _forget_signals() -> None:
+    """Handlers are gone after exec; what was ignored stays so."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
