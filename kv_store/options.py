@@ -1,8 +1,10 @@
 """Options of stores, from a URL's query or a connector's configuration."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pdkv.base.options import Options, option, seconds
+from msgspec import Meta
+
+from pdkv.base.options import Options, Positive, Seconds, Size, option
 from pdkv.kv_store.tier import WritePolicy
 
 BYTES_IN_FLIGHT = 8 << 20
@@ -13,23 +15,25 @@ TTL_MAX_S = 1e9
 class StoreOptions(Options):
     """Options of all stores; each store reads its own, see registry.py."""
 
-    capacity: int | None = option(
-        None, "memory://, host://, file://: most bytes kept (absent: 1 GiB in memory, no bound in files)", size=True
+    capacity: Size | None = option(
+        None, "memory://, host://, file://: most bytes kept (absent: 1 GiB in memory, no bound in files)"
     )
     segment: str | None = option(
         None, "host://: which of a launch's segments may be written: those of this name; absent: any", metavar="NAME"
     )
-    connect_timeout_s: float = seconds(2.0, "servers: deadline to connect")
-    operation_timeout_s: float = seconds(10.0, "file://, servers: deadline of one call, whatever the size of its batch")
-    ttl_s: float | None = seconds(None, "redis://: a value's life, from its put; absent: no end", le=TTL_MAX_S)
-    max_bytes_in_flight: int | None = option(
+    connect_timeout_s: Seconds = option(2.0, "servers: deadline to connect")
+    operation_timeout_s: Seconds = option(
+        10.0, "file://, servers: deadline of one call, whatever the size of its batch"
+    )
+    ttl_s: Annotated[float, Meta(gt=0, le=TTL_MAX_S)] | None = option(
+        None, "redis://: a value's life, from its put; absent: no end"
+    )
+    max_bytes_in_flight: Size | None = option(
         None,
         "servers: bytes requested and not yet read, over all calls: what a server must buffer (absent: 8 MiB, 256 MiB "
         "in buckets)",
-        ge=1,
-        size=True,
     )
-    pipeline: int = option(64, "servers: most commands of one call ahead of their replies", ge=1)
+    pipeline: Positive = option(64, "servers: most commands of one call ahead of their replies")
     endpoint: str | None = option(None, "s3://, az://: the server's URL; absent: the provider's own", metavar="URL")
     region: str | None = option(None, "s3://: the bucket's region; absent: AWS_REGION")
     metadata_server: str = option(
@@ -42,7 +46,7 @@ class StoreOptions(Options):
         "tiers behind the first: what they take: all that is written; second-use: what is read or written again; "
         "evicted: what is about to go from host://",
     )
-    retry_after_s: float = seconds(1.0, "tiers: how long a tier that failed is left alone")
+    retry_after_s: Seconds = option(1.0, "tiers: how long a tier that failed is left alone")
     ssl_ca_certs: str | None = option(
         None, "rediss://: file of the certificates that sign the server's; absent: the system's", metavar="FILE"
     )

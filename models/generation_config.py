@@ -6,20 +6,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pdkv.errors import InvalidRequest, ModelError
-from pdkv.models.json_fields import Fields, read_json
-from pdkv.sampling.params import SamplingParams
+from pdkv.models.json_fields import read_json
+from pdkv.sampling.params import PARAMS_OF_MODELS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 Source = Literal["auto", "none"]
 """`--generation-config`: the model's file, or none."""
 
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_WHOLE_NUMBERS: Mapping[str, str] = {"top_k": "top_k", "max_new_tokens": "max_tokens"}
-"""By their names in the file: those in SamplingParams."""
-
-SAMPLING_DEFAULTS = frozenset({*_NUMBERS, *_WHOLE_NUMBERS.values()})
-"""The fields of SamplingParams for which a model may have a default."""
+_THEIRS = {"max_tokens": "max_new_tokens"}
+"""Parameters that the file calls otherwise."""
 
 
 def read_sampling_defaults(path: Path, source: Source = "auto") -> dict[str, Any]:
@@ -31,19 +27,15 @@ def read_sampling_defaults(path: Path, source: Source = "auto") -> dict[str, Any
     file = path / "generation_config.json"
     if source == "none" or not file.exists():
         return {}
-    fields = Fields(file, read_json(file))
-    defaults: dict[str, Any] = {name: fields.number(name) for name in _NUMBERS if fields.values.get(name) is not None}
-    for name, ours in _WHOLE_NUMBERS.items():
-        if fields.values.get(name) is not None:
-            value = fields.number(name)
-            if value != value // 1:
-                raise ModelError(f"{file}: field {name!r} must be a whole number, got {value!r}")
-            defaults[ours] = int(value)
+    values = read_json(file)
+    given = {name: value for name in PARAMS_OF_MODELS if (value := values.get(_THEIRS.get(name, name))) is not None}
     try:
-        SamplingParams(**defaults).validate()
+        params = SamplingParams(**given).checked()
     except InvalidRequest as error:
-        raise ModelError(f"{file}: {error}; --generation-config none leaves such fields out") from None
-    return defaults
+        name = error.param or ""
+        text = str(error).replace(name, _THEIRS.get(name, name), 1)
+        raise ModelError(f"{file}: {text}; generation_config none leaves such fields out") from None
+    return {name: getattr(params, name) for name in given}
 
 
 def log_sampling_defaults(path: Path, defaults: Mapping[str, Any]) -> None:
@@ -52,6 +44,6 @@ def log_sampling_defaults(path: Path, defaults: Mapping[str, Any]) -> None:
     changed = [f"{name}={value!r}" for name, value in defaults.items() if value != getattr(usual, name)]
     if changed:
         logger.warning(
-            "%s: requests that do not say otherwise get %s; --generation-config none turns this off",
+            "%s: requests that do not say otherwise get %s; generation_config none turns this off",
             path / "generation_config.json", ", ".join(changed),
         )  # fmt: skip

@@ -18,13 +18,12 @@ import zmq
 from starlette.types import ASGIApp
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.config import HttpLimits, RouterConfig
+from pdkv.config import HttpLimits
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
-from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
+from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
-from pdkv.router.engines.address import EngineAddress
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.garbage import ShortCollections
@@ -40,10 +39,9 @@ from pdkv.router.http.server.protocol import LimitedProtocol
 from pdkv.router.http.server.tls import TlsGate
 from pdkv.router.http.server.turnstile import Turnstile
 from pdkv.router.metrics.instruments import Instruments, make_instruments
-from pdkv.router.routing.policies import DEFAULT_POLICY
+from pdkv.router.spec import RouterSpec
 from pdkv.text import Tokenizer
 from pdkv.wire.cluster_key import ClusterKey
-from pdkv.wire.kv import Order
 
 logger = logging.getLogger(__name__)
 
@@ -68,34 +66,22 @@ class _Server(uvicorn.Server):
 
 
 def run_router(
+    spec: RouterSpec,
     *,
-    router_id: str,
     listen_fd: int,
-    engines: Sequence[EngineAddress],
-    model: Path,
-    served_model_name: str,
-    policy: str = DEFAULT_POLICY,
-    orders: Sequence[Order] = ORDERS,
-    await_all: bool = True,
-    config: RouterConfig | None = None,
-    generation_config: Source = "auto",
-    logits_processors: Sequence[str] = (),
-    identity: str = "",
     lifeline_fd: int | None = None,
     admin_socket: Path | None = None,
     marks_file: Path | None = None,
-    drain_s: float = 0.0,
-    cluster_key_file: Path | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
     """Serve until SIGTERM, or until the writer of the lifeline is gone; call it in the main thread.
 
-    After SIGTERM nothing new is taken, and what runs may go on for `drain_s`; a second SIGTERM ends it at once.
+    After SIGTERM nothing new is taken, and what runs may go on for `spec.drain_s`; a second SIGTERM ends it at once.
     Operators are served on `admin_socket`; what they say is kept in `marks_file` (`Operations`). Engines at tcp://
-    endpoints must have the key of `cluster_key_file`, if it is given.
+    endpoints must have the key of `spec.cluster_key_file`, if it is given.
 
     `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or
-    without `await_all` when a prompt can be run and decoded. Requests before that are answered with 503 where they
+    without `spec.await_all` when a prompt can be run and decoded. Requests before that are answered with 503 where they
     lack an engine.
 
     Returns:
@@ -104,31 +90,31 @@ def run_router(
     Raises:
         ConfigError: an unknown policy, a model directory that is broken, or engines that cannot work together.
     """
-    config = config or RouterConfig()
+    config = spec.config
     dispatcher = Dispatcher(
-        policy=policy,
-        orders=orders,
+        policy=spec.policy,
+        orders=spec.orders or ORDERS,
         recovery=config.recovery,
         health=config.health,
         reuse=config.reuse,
-        await_all=await_all,
-        identity=identity,
+        await_all=spec.await_all,
+        identity=spec.identity,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    cluster_key = ClusterKey.read(cluster_key_file) if cluster_key_file is not None else None
+    cluster_key = ClusterKey.read(spec.cluster_key_file) if spec.cluster_key_file is not None else None
 
     def make_client(name: str, endpoint: str) -> EngineClient:
         key = cluster_key if endpoint.startswith("tcp://") else None
-        return EngineClient(name, endpoint, router_id=router_id, context=context, key=key)
+        return EngineClient(name, endpoint, router_id=spec.router_id, context=context, key=key)
 
-    for engine in engines:
+    for engine in spec.engines:
         dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
-    model_config = load_model_config(model)
-    sampling_defaults = read_sampling_defaults(model, generation_config)
-    log_sampling_defaults(model, sampling_defaults)
+    model_config = load_model_config(spec.model)
+    sampling_defaults = read_sampling_defaults(spec.model, spec.generation_config)
+    log_sampling_defaults(spec.model, sampling_defaults)
     limits = config.http
-    max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(engines))
+    max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(spec.engines))
     bodies = body_budget(limits)
     key_file = config.access.api_key_file
     keys = KeyRing(key_file) if key_file is not None else None
@@ -139,9 +125,10 @@ def run_router(
     instruments = make_instruments(config.observability)
     app = create_app(
         dispatcher,
-        Tokenizer.from_dir(model),
+        Tokenizer.from_dir(spec.model),
         model_config,
-        served_model_name,
+        spec.served_model_names[0],
+        aliases=spec.served_model_names[1:],
         limits=limits,
         api=config.api,
         bodies=bodies,
@@ -149,7 +136,7 @@ def run_router(
         keys=keys,
         access=config.access,
         sampling_defaults=sampling_defaults,
-        logits_processors=logits_processors,
+        logits_processors=spec.logits_processors,
         drain=drain,
         operations=operations,
         instruments=instruments,
@@ -159,7 +146,7 @@ def run_router(
     admin_app = create_admin_app(dispatcher, operations, app.state.caches)
     admin = AdminServer(admin_app, admin_socket) if admin_socket is not None else None
     reloads = [source.reload for source in (keys, tls) if source is not None]
-    stopping = _Stopping(server, dispatcher, drain, room, drain_s)
+    stopping = _Stopping(server, dispatcher, drain, room, spec.drain_s)
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again

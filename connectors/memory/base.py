@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from pdkv.base.options import Options, option, seconds
+from pdkv.base.options import Options, Seconds, option
 from pdkv.connectors.base import (
     ConnectorConfig,
     Direction,
@@ -36,7 +36,7 @@ class MemoryOptions(Options):
 class MemoryPeerOptions(MemoryOptions):
     """--connector-config of pull and push."""
 
-    transfer_timeout_s: float = seconds(30.0, "deadline of one transfer")
+    transfer_timeout_s: Seconds = option(30.0, "deadline of one transfer")
 
 
 def check_one_rank(config: ConnectorConfig) -> None:

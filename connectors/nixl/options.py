@@ -1,9 +1,11 @@
 """--connector-config of the `nixl` connector."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from pdkv.base.options import MAX_THREADS, Options, option, seconds
+from msgspec import Meta
+
+from pdkv.base.options import Bytes, Natural, Options, Positive, Seconds, Threads, option
 from pdkv.connectors.nixl.wire import PATHS, Mode, Path
 from pdkv.connectors.transfer.lanes import LaneConfig
 from pdkv.connectors.transfer.small_pieces import Gate
@@ -13,20 +15,22 @@ class NixlOptions(Options):
     """Options, with their defaults."""
 
     mode: Mode = option("pull", "pull: decode reads the blocks that prefill keeps; push: what prefill offers")
-    transfer_timeout_s: float = seconds(10.0, "deadline of one transfer on one rank, from its start")
-    gather_below: int = option(
-        4096, "ucx: shorter runs of blocks, in bytes, are gathered with others into one piece", ge=0
+    transfer_timeout_s: Seconds = option(10.0, "deadline of one transfer on one rank, from its start")
+    gather_below: Natural = option(
+        4096, "ucx: shorter runs of blocks, in bytes, are gathered with others into one piece"
     )
-    gather_min_pieces: int = option(64, "ucx: runs that are sent one by one where there are fewer of them", ge=1)
-    slots: int = option(4, "buffers for gathering; one reader uses at most half of them", ge=1, le=4096)
-    slot_bytes: int = option(4 << 20, "size of such a buffer", ge=4096, le=1 << 30, multiple_of=4096, size=True)
+    gather_min_pieces: Positive = option(64, "ucx: runs that are sent one by one where there are fewer of them")
+    slots: Annotated[int, Meta(ge=1, le=4096)] = option(
+        4, "buffers for gathering; one reader uses at most half of them"
+    )
+    slot_bytes: Annotated[Bytes, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = option(4 << 20, "size of such a buffer")
     path: Literal["auto", "arena", "cma", "ucx"] = option(
         "auto",
         "how peers on this host are read: arena: their pools are mapped; cma: copied from process to process; ucx: by "
         "NIXL, the only way from other hosts; auto: the first of them that works",
     )
-    threads_per_peer: int | None = option(
-        None, "pull: threads that load from each rank of a peer; absent: 1, or 4 on a GPU", ge=1, le=MAX_THREADS
+    threads_per_peer: Threads | None = option(
+        None, "pull: threads that load from each rank of a peer; absent: 1, or 4 on a GPU"
     )
     progress_thread: bool = option(
         False, "NIXL's own progress thread, for transports that need the peer's help, such as TCP between hosts"

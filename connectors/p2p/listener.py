@@ -247,7 +247,7 @@ class LinkListener:
 
         with self._changed:
             if not self._clock.wait_for(self._changed, has_room, self._clock.now() + timeout_s):
-                raise TransferTimeout(f"all {self._limits.max_links} groups are busy")
+                raise TransferTimeout(f"all {self._limits.max_links} links are busy")
             link.has_room = True
 
     # --- under the lock -------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """What `p2p` is told: --connector-config, and where the ranks of its peers are."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pdkv.base.options import Options, option, seconds
+from msgspec import Meta
+
+from pdkv.base.options import Options, Seconds, option
 from pdkv.connectors.p2p.wire import Address, read_address
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.errors import IncompatiblePeers, MalformedMessage, TransferError
@@ -16,10 +18,12 @@ class P2POptions(Options):
     sockets: Literal["auto", "unix", "tcp"] = option(
         "auto", "how to reach peers: unix sockets where they run on this host as this user, else TCP"
     )
-    timeout_s: float = seconds(20.0, "deadline of one batch to one rank")
-    handshake_timeout_s: float = seconds(5.0, "deadline for two ranks to set up a link")
-    idle_s: float = seconds(60.0, "a link without traffic closes after this time")
-    max_groups: int = option(64, "most links of one rank in each direction", ge=1, le=4096)
+    timeout_s: Seconds = option(20.0, "deadline of one batch to one rank")
+    handshake_timeout_s: Seconds = option(5.0, "deadline for two ranks to set up a link")
+    idle_s: Seconds = option(60.0, "a link without traffic closes after this time")
+    max_links: Annotated[int, Meta(ge=1, le=4096)] = option(
+        64, "most links of one rank in each direction", was=("max_groups",)
+    )
 
     def unix_name(self, peer: Address, own: Address) -> str:
         """The unix socket at which to reach a peer; empty: use TCP.

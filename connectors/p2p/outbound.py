@@ -30,7 +30,7 @@ class Outbound:
     """One lane's end of a link. One thread uses it; any may `interrupt` it."""
 
     def __init__(self, config: ConnectorConfig, options: P2POptions, peers: P2PPeers, own: Address) -> None:
-        self.num_groups = 0  # links made since the start
+        self.num_links = 0  # links made since the start
         self._link: LinkEnd | None = None
         self._dialing: Control | None = None
         self._config = config
@@ -97,7 +97,7 @@ class Outbound:
         elif not pool.on_host:
             who = (piece.card.engine, piece.heads.peer_rank)
             logger.info("KV for engine %s rank %d goes through host memory: %s", *who, reason)
-        self.num_groups += 1
+        self.num_links += 1
         return link
 
     def _dial(self, job: Job, piece: PushPiece, address: Address, purpose: str) -> tuple[Control, Welcome]:

@@ -46,10 +46,10 @@ class P2PWorker(PushWorker):
         self, config: ConnectorConfig, notify: Callable[[], None], options: P2POptions, peers: P2PPeers
     ) -> None:
         lanes = LaneConfig(
-            num_shared=0, idle_s=options.idle_s, max_lanes=options.max_groups, thread_name="pdkv-p2p-send"
+            num_shared=0, idle_s=options.idle_s, max_lanes=options.max_links, thread_name="pdkv-p2p-send"
         )
         super().__init__(config, notify, peers, timeout_s=options.timeout_s, lanes=lanes)
-        self.num_groups = 0  # made for sending, since the start
+        self.num_links = 0  # made for sending, since the start
         self.listener: LinkListener | None = None
         self._p2p_peers = peers
         self._options = options
@@ -67,7 +67,7 @@ class P2PWorker(PushWorker):
         if kv_cache.device.type == "cpu":
             use_huge_pages(kv_cache.data_ptr(), kv_cache.nbytes)
         self._pool = PiecePool(kv_cache, self.config.layout)
-        limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s, options.timeout_s)
+        limits = LinkLimits(options.max_links, 2 * options.idle_s, options.handshake_timeout_s, options.timeout_s)
         self.listener = LinkListener(self.config, options.host, self._secret, limits, kv_cache.device, self._take)
         self._address = Address(
             FRAMES_VERSION, host_id(), self.listener.unix_name, options.host, self.listener.port, self._secret,
@@ -128,10 +128,10 @@ class P2PWorker(PushWorker):
     def send(self, job: Job, piece: PushPiece, scratch: Outbound) -> int:
         pool = self._pool
         assert pool is not None
-        num_groups = scratch.num_groups
+        num_links = scratch.num_links
         with self._travels(job, scratch):
             link, plan = scratch.offer(job, piece, pool)
-            self.num_groups += scratch.num_groups - num_groups
+            self.num_links += scratch.num_links - num_links
             try:
                 link.send_piece(job, plan, pool, self.begin_digests(piece))
                 if not isinstance(link.control.expect(job.remaining_s()), Delivered):

@@ -6,14 +6,15 @@ of tokens: nothing of the weights, and no salt. So what is loaded is as good as 
 
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.base.options import option, seconds
+from pdkv.base.options import Seconds, option
 from pdkv.connectors.base import (
     ASK_AGAIN,
     BlockTables,
@@ -47,13 +48,13 @@ class LMCacheOptions(StoreConnectorOptions):
 
     url: str = option(help="LMCache's server: lmcache://host:port", metavar="URL")
     model_name: str = option(help="the model as those engines were told it, a path as it was written", metavar="NAME")
-    tokens_per_value: int = option(256, "LMCache's chunk_size, a multiple of 16", ge=HASH_BLOCK_SIZE)
+    tokens_per_value: Annotated[int, Meta(ge=HASH_BLOCK_SIZE)] = option(256, "LMCache's chunk_size, a multiple of 16")
     hash: HashName = option(help="LMCache's pre_caching_hash_algorithm; prompts that meet in builtin are easily made")
     hash_seed: str = option(
         "", "PYTHONHASHSEED of those engines, which must have one; empty: they are without vLLM", metavar="TEXT"
     )
-    connect_timeout_s: float = seconds(2.0, "deadline to connect")
-    operation_timeout_s: float = seconds(10.0, "deadline of one call, whatever the size of its batch")
+    connect_timeout_s: Seconds = option(2.0, "deadline to connect")
+    operation_timeout_s: Seconds = option(10.0, "deadline of one call, whatever the size of its batch")
 
     @classmethod
     def parse(cls, texts: Mapping[str, str], *, only: Collection[str] | None = None) -> Self:

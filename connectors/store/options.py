@@ -1,6 +1,6 @@
 """--connector-config that all store connectors have."""
 
-from pdkv.base.options import MAX_THREADS, Options, option, seconds
+from pdkv.base.options import Natural, Options, Positive, Seconds, Size, Threads, option
 from pdkv.connectors.base import LoadMode
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import KVStore
@@ -13,38 +13,34 @@ class StoreConnectorOptions(Options):
     store that all of them name.
     """
 
-    tokens_per_value: int = option(
-        64, "tokens stored together, a multiple of 16; the same on all engines that share the store", ge=1
+    tokens_per_value: Positive = option(
+        64, "tokens stored together, a multiple of 16; the same on all engines that share the store"
     )
-    layer_groups: int = option(
-        0, "parts by layers of what is stored, the same on all engines; 0: 1, or 4 for load=layerwise", ge=0
+    layer_groups: Natural = option(
+        0, "parts by layers of what is stored, the same on all engines; 0: 1, or 4 for load=layerwise"
     )
     load: LoadMode = option("async", "async: wait outside the batch; layerwise: compute while layers come in")
-    min_hit_tokens: int = option(64, "a shorter find is computed rather than loaded; hand-offs are always loaded", ge=0)
-    lookup_timeout_s: float = seconds(1.0, "a lookup that takes longer counts as a miss")
-    transfer_timeout_s: float = seconds(10.0, "deadline of a load or a save, from its start")
-    layer_timeout_s: float = seconds(2.0, "how long a forward pass waits for layerwise loads, all layers together")
-    io_threads: int = option(2, "threads that load", ge=1, le=MAX_THREADS)
-    save_threads: int = option(1, "threads that save", ge=1, le=MAX_THREADS)
-    staging_bytes: int | None = option(
+    min_hit_tokens: Natural = option(64, "a shorter find is computed rather than loaded; hand-offs are always loaded")
+    lookup_timeout_s: Seconds = option(1.0, "a lookup that takes longer counts as a miss")
+    transfer_timeout_s: Seconds = option(10.0, "deadline of a load or a save, from its start")
+    layer_timeout_s: Seconds = option(2.0, "how long a forward pass waits for layerwise loads, all layers together")
+    io_threads: Threads = option(2, "threads that load")
+    save_threads: Threads = option(1, "threads that save")
+    staging_bytes: Size | None = option(
         None,
         "size of each thread's buffer, at least one value; absent: 4 MiB, and eight values where a store is asked for "
         "each by itself, as a bucket",
-        ge=1,
-        size=True,
     )
-    max_save_bytes: int = option(
+    max_save_bytes: Size = option(
         256 << 20,
         "KV on its way to the store, at most a quarter of the pool; beyond it only hand-offs are saved at once",
-        ge=1,
-        size=True,
     )
-    known_for_s: float = seconds(30.0, "how long a value is believed to be stored: the store may evict it")
+    known_for_s: Seconds = option(30.0, "how long a value is believed to be stored: the store may evict it")
     codec: str = option(
         "raw", "form of the KV: raw, or with errors fp8, int8, cachegen; the same on all engines", metavar="NAME"
     )
-    codec_level: int | None = option(None, "how coarse, from 0; absent: the codec's default", ge=0)
-    codec_deadline_s: float | None = seconds(
+    codec_level: Natural | None = option(None, "how coarse, from 0; absent: the codec's default")
+    codec_deadline_s: Seconds | None = option(
         None, "store the coarsest level too, and load it, or compute, where a load would take longer than this"
     )
     sign: bool = option(False, "sign values, and read only those with the right signature; the same on all engines")

@@ -1,22 +1,22 @@
 """The `shared_storage` connector: safetensors files in a directory that all engines see."""
 
-from pdkv.base.options import option
+from typing import Annotated
+
+from msgspec import Meta
+
+from pdkv.base.options import Size, option
 from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.options import StoreOptions
 
-
-def _absolute(path: str) -> str:
-    if not path.startswith("/"):
-        raise ValueError("an absolute path")
-    return path
+Absolute = Annotated[str, Meta(pattern="^/", extra={"expected": "an absolute path"})]
 
 
 class SharedStorageOptions(StoreConnectorOptions):
     """Those of every store connector, and where the files are."""
 
-    path: str = option(help="directory of the files, an absolute path", convert=_absolute, metavar="DIRECTORY")
-    capacity: int | None = option(None, "most bytes of files, such as 10GiB; absent: no bound", size=True)
+    path: Absolute = option(help="directory of the files, an absolute path", metavar="DIRECTORY")
+    capacity: Size | None = option(None, "most bytes of files, such as 10GiB; absent: no bound")
 
     def open_store(self) -> KVStore:
         """Raises ConfigError for a path that cannot be read and written."""

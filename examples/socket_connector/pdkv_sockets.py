@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import numpy as np
 
-from pdkv.base.options import Options, seconds
+from pdkv.base.options import Options, Seconds, option
 from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.peer.cards import PeerCards
@@ -195,7 +195,7 @@ class SocketWorker(PullWorker):
 
 
 class SocketOptions(Options):
-    timeout_s: float = seconds(10.0, "deadline of a load, and of a question to this engine")
+    timeout_s: Seconds = option(10.0, "deadline of a load, and of a question to this engine")
 
 
 class SocketConnector(KVConnector):

@@ -75,22 +75,12 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             kv_terms=self._kv_terms(salt),
         )
 
-    @property
-    def kv_quota_bytes(self) -> int | None:
-        """Raises ConfigError where kv_quota is no size."""
-        if self.kv_quota is None:
-            return None
-        size = parse_size(str(self.kv_quota))
-        if size > MAX_KV_QUOTA_BYTES:
-            raise ConfigError(f"a size of at most {MAX_KV_QUOTA_BYTES} bytes was expected, got {self.kv_quota!r}")
-        return size
-
     def _kv_terms(self, salt: str) -> KVTerms | None:
         """Keys with one salt share their KV, and so a quota."""
         if not self.kv_ttl_s and self.kv_quota is None:
             return None
         digest = hashlib.blake2b(salt.encode(), digest_size=8, person=b"pdkv-kv-owner").digest()
-        return KVTerms(int.from_bytes(digest) >> 1 or 1, self.kv_ttl_s or None, self.kv_quota_bytes)
+        return KVTerms(int.from_bytes(digest) >> 1 or 1, self.kv_ttl_s or None, _read_quota(self.kv_quota))
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,17 +186,21 @@ def _checked(keys: list[_Key], path: Path) -> list[_Key]:
         raise ConfigError(f"the key file {path} has a key named {ANONYMOUS!r}, which stands for clients without a key")
     hashes = [key.hash for key in keys]
     for key in keys:
-        _check_quota(key, path)
+        try:
+            _read_quota(key.kv_quota)
+        except ConfigError as error:
+            raise ConfigError(f"the key file {path}: kv_quota of the key {key.name!r}: {error}") from None
         if hashes.count(key.hash) > 1:
             raise ConfigError(f"the key file {path} has the hash of the key {key.name!r} twice")
     return keys
 
 
-def _check_quota(key: _Key, path: Path) -> None:
-    try:
-        _ = key.kv_quota_bytes
-    except ConfigError as error:
-        raise ConfigError(f"the key file {path}: kv_quota of the key {key.name!r}: {error}") from None
+def _read_quota(quota: str | int | None) -> int | None:
+    """Bytes. Raises ConfigError for what is no size."""
+    size = None if quota is None else parse_size(str(quota))
+    if size is not None and size > MAX_KV_QUOTA_BYTES:
+        raise ConfigError(f"a size of at most {MAX_KV_QUOTA_BYTES} bytes was expected, got {quota!r}")
+    return size
 
 
 def make_key(name: str, *, admin: bool = False) -> tuple[str, str]:

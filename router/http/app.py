@@ -62,6 +62,7 @@ def create_app(
     served_model_name: str,
     max_model_len: int | None = None,
     *,
+    aliases: Sequence[str] = (),
     limits: HttpLimits | None = None,
     api: HttpApi | None = None,
     bodies: ByteBudget | None = None,
@@ -79,6 +80,7 @@ def create_app(
 
     Args:
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
+        aliases: other names of the model.
         limits: bounds of bodies and of waits (default: the options').
         api: how requests are read (default: the options').
         sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
@@ -100,7 +102,7 @@ def create_app(
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
     served = ServedModel(
-        name=served_model_name,
+        names=(served_model_name, *aliases),
         tokenizer=tokenizer,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
@@ -225,10 +227,10 @@ class _App(FastAPI):
 def _middleware(keys: KeyRing | None, access: AccessConfig) -> list[Middleware]:
     """The outermost first: a browser asks about its origin without a key."""
     found = [Middleware(PlainPaths)]
-    if access.cors_origins:
+    if access.cors_origin:
         found.append(
             Middleware(
-                CORSMiddleware, allow_origins=access.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+                CORSMiddleware, allow_origins=access.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
             )
         )
     if keys is not None:

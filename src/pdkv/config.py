@@ -4,15 +4,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pdkv.base.options import MAX_SECONDS, check_bounds, option, parse_numbers, seconds
+from msgspec import Meta
+
+from pdkv.base.options import (
+    MAX_SECONDS,
+    Bytes,
+    Names,
+    Natural,
+    Options,
+    Positive,
+    Seconds,
+    Size,
+    option,
+    parse_numbers,
+)
 from pdkv.base.secret_options import without_secrets
 from pdkv.errors import ConfigError
 from pdkv.grammar.options import GrammarOptions
 from pdkv.host.cuda_devices import count_cuda_devices
-from pdkv.sampling.logits_processors import split_names
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 """The embedded model: what is served when no --model is given."""
@@ -41,21 +53,26 @@ def paced_part(target: str) -> Any:
     return EntryPoint("", f"pdkv.testing.{target}", "").load()
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Options):
     """One engine."""
 
     model: Path = option(
         DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model) or paced:PROFILE"
     )
     generation_config: Literal["auto", "none"] = option(
-        "auto", "sampling defaults of requests: those of the model's generation_config.json, or none of them"
+        "auto",
+        "sampling defaults of requests: those of the model's generation_config.json, or none of them",
+        also={"vllm": "none"},
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "computation dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it"
+        "auto",
+        "computation dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it",
+        also={"half": "float16", "float": "float32"},
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
-        "auto", "dtype in which KV is stored; auto: that of computation; fp8: e4m3fn, with the checkpoint's KV scales"
+        "auto",
+        "dtype in which KV is stored; auto: that of computation; fp8: e4m3fn, with the checkpoint's KV scales",
+        also={"fp8_e4m3": "fp8"},
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
     devices: str | None = option(
@@ -64,82 +81,64 @@ class EngineConfig:
         "are fewer, engines share them",
         metavar="LIST",
     )
-    block_size: int = option(16, "tokens per KV block, a multiple of 16", ge=16, multiple_of=16)
-    kv_cache_memory: int | None = option(
+    block_size: Annotated[int, Meta(ge=16, multiple_of=16)] = option(16, "tokens per KV block, a multiple of 16")
+    kv_cache_memory: Size | None = option(
         None,
         "KV pool of one engine, such as 512MiB (CPU default: 256MiB); must hold one request of max_model_len tokens",
-        size=True,
-        ge=1,
     )
-    gpu_memory_utilization: float | None = option(
-        None, "share of its GPU's memory that an engine may use (default: 0.9, shared out among those on one GPU)",
-        gt=0, le=1,
-    )  # fmt: skip
-    max_num_seqs: int = option(256, "most requests in one step", ge=1)
-    max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)", ge=1)
-    max_model_len: int | None = option(None, "longest prompt + output (default: the model's)", ge=1)
-    max_steps_ahead: int = option(
-        2, "steps planned while an earlier one computes, so that the model never waits: 0 (strictly in turn) to 2",
-        ge=0, le=2,
-    )  # fmt: skip
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = option(
+        None, "share of its GPU's memory that an engine may use (default: 0.9, shared out among those on one GPU)"
+    )
+    max_num_seqs: Positive = option(256, "most requests in one step")
+    max_num_batched_tokens: Positive | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)")
+    max_model_len: Positive | None = option(None, "longest prompt + output (default: the model's)")
+    max_steps_ahead: Annotated[int, Meta(ge=0, le=2)] = option(
+        2, "steps planned while an earlier one computes, so that the model never waits: 0 (strictly in turn) to 2"
+    )
     preemption: Preemption = option(
         "auto",
         "KV of requests that had to give their blocks up: read again from host memory or a store, where it is, or "
         "computed again; auto: what takes less time",
     )
-    in_turn_below_s: float = option(
-        0.05,
-        "on a CPU, steps that are expected to take less are computed in turn, which then costs less; 0: none are",
-        ge=0,
-        le=MAX_SECONDS,
+    in_turn_below_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
+        0.05, "on a CPU, steps that are expected to take less are computed in turn, which then costs less; 0: none are"
     )
     attention_backend: Literal["auto", "triton", "flashinfer"] = option(
         "auto",
         "attention on a GPU: pdkv's Triton kernels, or FlashInfer for steps with prompts; auto: FlashInfer where it is "
         "installed and passes a test at start",
+        also={"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
     )
     enforce_eager: bool = option(
         False, "on a GPU, launch the kernels of every step one by one instead of decode steps as CUDA graphs"
     )
-    long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound", ge=0)
-    threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)", ge=1)
+    long_prefill_token_threshold: Natural = option(0, "most prompt tokens of one request in one step; 0 = no bound")
+    threads: Positive | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
     cpu_linears: Literal["auto", "torch"] = option(
         "auto",
         "linear layers on a CPU and the passes between them: by pdkv's compiled kernels where it has better ones than "
         "torch, or always by torch; "
         "engines that share KV or take over streams must agree",
     )
-    tp: int = option(
-        1,
-        "ranks of one engine: processes that share its heads, neurons and vocabulary",
-        ge=1,
-        aliases=("tensor_parallel_size",),
-    )
+    tp: Positive = option(1, "ranks of one engine: processes that share its heads, neurons and vocabulary")
     check_finite: bool = option(
         False, "check KV and logits for NaN and infinity, and fail only the requests that have them"
     )
-    rank_timeout_s: float = seconds(30.0, "how long a rank may keep the others waiting before the engine ends")
-    grammar_time_s: float = seconds(
+    rank_timeout_s: Seconds = option(30.0, "how long a rank may keep the others waiting before the engine ends")
+    grammar_time_s: Seconds = option(
         2.0,
         "processor time that one grammar (JSON schema, regex, EBNF) may take; it earns 5 ms back by each token. Behind "
         "that its requests get 400, and so do others that have it for a minute",
     )
-    grammar_memory: int = option(
-        512 << 20, "memory that a process may take which matches a tenant's grammars", size=True, ge=1
-    )
-    grammar_processes: int = option(8, "such processes of an engine; where tenants are more, some share one", ge=1)
-    logits_processors: str | None = option(
-        None,
-        "logits processors that requests may ask for, separated by commas: names of entry points "
-        'in the group "pdkv.sampling.logits_processors", or "module:Class"',
-        metavar="NAMES",
+    grammar_memory: Size = option(512 << 20, "memory that a process may take which matches a tenant's grammars")
+    grammar_processes: Positive = option(8, "such processes of an engine; where tenants are more, some share one")
+    logits_processors: Names = option(
+        (),
+        "logits processors that requests may ask for: names of entry points in the group "
+        '"pdkv.sampling.logits_processors", or "module:Class"',
+        metavar="NAME",
     )
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
-
-    @property
-    def processor_names(self) -> tuple[str, ...]:
-        """Of the logits processors. Raises ConfigError."""
-        return split_names(self.logits_processors)
 
     @property
     def grammars(self) -> GrammarOptions:
@@ -169,14 +168,13 @@ class EngineConfig:
         return None if self.devices is None else parse_numbers("devices", self.devices)
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         numbers = self.device_numbers
         if numbers is not None and len(numbers) < self.tp:
             raise ConfigError(f"devices: tp {self.tp} needs as many CUDA devices, got {self.devices!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HandoffConfig:
+class HandoffConfig(Options):
     """How engines pass KV to one another."""
 
     connector: str = option(
@@ -191,30 +189,27 @@ class HandoffConfig:
     kv_checksum: Literal["off", "sample", "on"] = option(
         "on", "compare digests of handed-off KV, as sent and as it arrived: never, for one transfer in 16, always"
     )
-    kv_load_timeout_s: float = seconds(30.0, "deadline of a KV load, from its allocation on")
-    lease_timeout_s: float = seconds(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
-    max_leased_fraction: float = option(
-        0.5, "share of the KV pool for leases and prompts being computed; above 1, prompts may preempt each other", gt=0
+    kv_load_timeout_s: Seconds = option(30.0, "deadline of a KV load, from its allocation on")
+    lease_timeout_s: Seconds = option(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
+    max_leased_fraction: Annotated[float, Meta(gt=0)] = option(
+        0.5, "share of the KV pool for leases and prompts being computed; above 1, prompts may preempt each other"
     )
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.lease_timeout_s <= self.kv_load_timeout_s:
             raise ConfigError(
                 f"lease_timeout_s ({self.lease_timeout_s}) must exceed kv_load_timeout_s ({self.kv_load_timeout_s})"
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TiersConfig:
+class TiersConfig(Options):
     """Where KV is kept below the engines' pools, beside any hand-off."""
 
-    kv_host_memory: int | None = option(
+    kv_host_memory: Annotated[Bytes, Meta(ge=1 << 20)] | None = option(
         None,
         "host memory of each engine for a copy of all KV, of which the least recently used goes first; the launch "
         "keeps it when the engine dies",
-        size=True,
-        ge=1 << 20,
     )
     kv_store: str = option(
         "",
@@ -224,17 +219,13 @@ class TiersConfig:
         secret=True,
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
     @property
     def wanted(self) -> bool:
         """Whether there are any."""
         return bool(self.kv_host_memory or self.kv_store)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpApi:
+class HttpApi(Options):
     """How the HTTP server reads requests."""
 
     unknown_fields: Literal["reject", "ignore"] = option(
@@ -255,20 +246,16 @@ class HttpApi:
         return self.unknown_fields == "ignore"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecoveryConfig:
+class RecoveryConfig(Options):
     """What the router does for requests whose engines fail them (docs/failures.md)."""
 
-    retry_limit: int = option(3, "how often a request may begin again on other engines before its first token", ge=0)
-    migration_limit: int = option(
-        3, "how many times a request may continue on another engine after its first token; 0: it fails at once", ge=0
+    retry_limit: Natural = option(3, "how often a request may begin again on other engines before its first token")
+    migration_limit: Natural = option(
+        3, "how many times a request may continue on another engine after its first token; 0: it fails at once"
     )
     take_over: bool = option(
         False, "while no engine of one role is live, engines of the other do its work, too; else requests wait for one"
     )
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 Reuse = Literal["auto", "always", "never"]
@@ -279,8 +266,7 @@ LocalTurns = Literal["auto", "always", "never"]
 """Whether a decode engine computes what it lacks of a prompt that it has nearly all of."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReuseConfig:
+class ReuseConfig(Options):
     """What is done with KV that some engine has cached already (docs/kv-hierarchy.md)."""
 
     kv_reuse: Reuse = option(
@@ -294,54 +280,46 @@ class ReuseConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpLimits:
+class HttpLimits(Options):
     """What one client, and all of them together, may cost the HTTP server."""
 
-    max_body_bytes: int = option(4 << 20, "size of a request body; larger ones get 413", size=True, ge=1)
-    max_body_memory: int = option(
-        24 << 20,
-        "request bodies held at once until they are tokenized; beyond it they wait to be read",
-        size=True,
-        ge=1,
+    max_body_bytes: Size = option(4 << 20, "size of a request body; larger ones get 413")
+    max_body_memory: Size = option(
+        24 << 20, "request bodies held at once until they are tokenized; beyond it they wait to be read"
     )
-    max_header_bytes: int = option(32 << 10, "size of a request line and headers; larger ones get 431", size=True, ge=1)
-    max_headers: int = option(100, "number of headers of a request; more get 431", ge=1)
-    max_url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", size=True, ge=1)
-    max_connections: int = option(
-        8192, "open connections, fewer where the limit on open files is low; further ones get 503", ge=1
+    max_header_bytes: Size = option(32 << 10, "size of a request line and headers; larger ones get 431")
+    max_headers: Positive = option(100, "number of headers of a request; more get 431")
+    max_url_bytes: Size = option(8 << 10, "length of a URL; longer ones get 414")
+    max_connections: Positive = option(
+        8192, "open connections, fewer where the limit on open files is low; further ones get 503"
     )
-    header_timeout_s: float = seconds(
+    header_timeout_s: Seconds = option(
         10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
     )
-    body_timeout_s: float = seconds(
+    body_timeout_s: Seconds = option(
         60.0, "how long a request's body may take, and how long it may wait for room before that"
     )
-    idle_timeout_s: float = seconds(75.0, "how long a connection may stay open between requests")
-    request_timeout_s: float = seconds(
+    idle_timeout_s: Seconds = option(75.0, "how long a connection may stay open between requests")
+    request_timeout_s: Seconds = option(
         600.0,
         "how long a request may wait for its turn, for its first token, and for each further one; a client bounds the "
         "whole by the header x-pd-timeout-s",
     )
-    send_timeout_s: float = seconds(
+    send_timeout_s: Seconds = option(
         30.0, "how long a client may read nothing of what is there for it: it is dropped, and what it asked for ends"
     )
-    min_send_rate: int = option(
+    min_send_rate: Annotated[Bytes, Meta(ge=0)] = option(
         4 << 10,
         "bytes a second that a client must read on the average of what is there for it, else it is dropped likewise",
-        size=True,
-        ge=0,
     )
-    max_answer_memory: int = option(
+    max_answer_memory: Size = option(
         128 << 20,
         "memory of answers that are not streamed, until they are read, of which a client may hold as much as it leaves "
         "free; beyond it requests fail",
-        size=True,
-        ge=1,
     )
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.max_body_memory < self.max_body_bytes:
             raise ConfigError(
                 f"max_body_memory ({self.max_body_memory}) must be at least max_body_bytes ({self.max_body_bytes})"
@@ -352,14 +330,13 @@ class HttpLimits:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdmissionConfig:
+class AdmissionConfig(Options):
     """What may wait for engines in the router (docs/admission.md)."""
 
-    max_queued_requests: int = option(
-        16384, "choices of requests that may wait for engines, each prompt n times; further requests get 429", ge=1
+    max_queued_requests: Positive = option(
+        16384, "choices of requests that may wait for engines, each prompt n times; further requests get 429"
     )
-    max_queued_tokens: int = option(1 << 22, "prompt tokens of them; further requests get 429", ge=1)
+    max_queued_tokens: Positive = option(1 << 22, "prompt tokens of them; further requests get 429")
     best_priority: int = option(
         0, "the most urgent priority that clients without a key may ask for; lower is more urgent"
     )
@@ -367,49 +344,28 @@ class AdmissionConfig:
         False, "refuse requests without cache_salt, so that counts of cached tokens tell nobody what others asked"
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
-
-@dataclass(frozen=True, kw_only=True)
-class AccessConfig:
+class AccessConfig(Options):
     """Who may use the router (docs/admission.md)."""
 
     api_key_file: Path | None = option(
         None, "TOML file of API keys, made by `pd key new`; without it, clients need none", metavar="FILE"
     )
     protect_metrics: bool = option(False, "/metrics and /topology only with a key that has admin = true")
-    cors_origin: str = option(
-        "", "web origins whose pages may use the API, separated by commas; * = all", metavar="ORIGINS"
-    )
+    cors_origin: Names = option((), "web origins whose pages may use the API; * = all", metavar="ORIGIN")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.protect_metrics and self.api_key_file is None:
             raise ConfigError("protect_metrics needs an api_key_file: without keys there is no admin")
 
-    @property
-    def cors_origins(self) -> list[str]:
-        """One by one."""
-        return [origin.strip() for origin in self.cors_origin.split(",") if origin.strip()]
 
-
-def _cert_reqs(value: object) -> str:
-    """What clients must show, also as vLLM says it, by the numbers of Python's ssl module. Raises ValueError."""
-    words = {"0": "none", "1": "optional", "2": "required"}
-    word = words.get(str(value), str(value))
-    if word not in words.values():
-        raise ValueError("one of none, optional, required")
-    return word
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsConfig:
+class TlsConfig(Options):
     """TLS of the HTTP server (docs/operations.md); the names are vLLM's."""
 
     ssl_certfile: Path | None = option(
-        None, "PEM file of the server's certificate chain; turns HTTPS on and plain HTTP off",
-        metavar="FILE",
-    )  # fmt: skip
+        None, "PEM file of the server's certificate chain; turns HTTPS on and plain HTTP off", metavar="FILE"
+    )
     ssl_keyfile: Path | None = option(
         None, "PEM file of its private key, not encrypted (absent: it is in --ssl-certfile)", metavar="FILE"
     )
@@ -417,11 +373,13 @@ class TlsConfig:
         None, "PEM file of the authorities that sign clients' certificates", metavar="FILE"
     )
     ssl_cert_reqs: Literal["none", "optional", "required"] | None = option(
-        None, "whether clients must have a certificate (default: required with --ssl-ca-certs, else none)",
-        convert=_cert_reqs,
-    )  # fmt: skip
+        None,
+        "whether clients must have a certificate (default: required with --ssl-ca-certs, else none)",
+        also={"0": "none", "1": "optional", "2": "required"},
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = next((name for name in ("ssl_keyfile", "ssl_ca_certs") if getattr(self, name) is not None), None)
         if self.ssl_certfile is None and (given is not None or self.ssl_cert_reqs not in (None, "none")):
             raise ConfigError(f"{given or 'ssl_cert_reqs'} needs an ssl_certfile: without one there is no TLS")
@@ -436,20 +394,15 @@ class TlsConfig:
         return self.ssl_cert_reqs or ("none" if self.ssl_ca_certs is None else "required")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealthConfig:
+class HealthConfig(Options):
     """How the router finds out which engines work (docs/health.md)."""
 
-    probe_interval_s: float = option(
-        10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never", ge=0
+    probe_interval_s: Annotated[float, Meta(ge=0)] = option(
+        10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never"
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ObservabilityConfig:
+class ObservabilityConfig(Options):
     """What a deployment says about itself beside its metrics."""
 
     log_format: Literal["text", "json"] = option("text", "log lines on stderr: text for people, or a JSON object each")
@@ -457,21 +410,19 @@ class ObservabilityConfig:
     otlp_endpoint: str | None = option(
         None, "send spans of requests to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
     )
-    loop_watchdog_ms: float = option(
-        0.0,
-        "count and name what holds the router's event loop for longer; a thread looks at it all the time; 0 = off",
-        ge=0,
+    loop_watchdog_ms: Annotated[float, Meta(ge=0)] = option(
+        0.0, "count and name what holds the router's event loop for longer; a thread looks at it all the time; 0 = off"
     )
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.otlp_endpoint is not None:
             _check_collector(self.otlp_endpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """The router, a dataclass per concern."""
+    """The router, by concern: all that `pd launch` and the router are told of, with its headings in help texts."""
 
     http: HttpLimits = field(default_factory=HttpLimits)
     api: HttpApi = field(default_factory=HttpApi)

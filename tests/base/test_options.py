@@ -1,37 +1,34 @@
 """Options over dataclass fields: what each kind takes, and what an error says."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
+from msgspec import Meta
 
-from pdkv.base.options import Options, OptionTexts, did_you_mean, option, options_of, seconds
+from pdkv.base.options import Options, OptionTexts, Seconds, Size, did_you_mean, option, options_of
 from pdkv.errors import ConfigError
 
-
-def even(text: str) -> int:
-    if int(text) % 2:
-        raise ValueError("an even number")
-    return int(text)
+Even = Annotated[int, Meta(multiple_of=2, extra={"expected": "an even number"})]
 
 
 class Base(Options):
     """What all of them have."""
 
-    wait_s: float = seconds(5.0, "how long")
+    wait_s: Seconds = option(5.0, "how long")
 
 
 class Sample(Base):
     """One option of every kind."""
 
-    threads: int = option(1, "threads that copy", ge=1, le=8)
-    page: int = option(4096, "a page", ge=4096, multiple_of=4096)
-    share: float = option(0.5, "a share", ge=0, le=1)
+    threads: Annotated[int, Meta(ge=1, le=8)] = option(1, "threads that copy")
+    page: Annotated[int, Meta(ge=4096, multiple_of=4096)] = option(4096, "a page")
+    share: Annotated[float, Meta(ge=0, le=1)] = option(0.5, "a share")
     mode: Literal["pull", "push"] = option("pull", "who moves")
-    capacity: int | None = option(None, "bytes", size=True)
+    capacity: Size | None = option(None, "bytes")
     verbose: bool = option(False, "noise")
     folder: Path | None = option(None, "where")
-    pairs: int = option(2, "an even number", convert=even)
+    pairs: Even = option(2, "an even number")
     path: str = option(help="where the file is", metavar="FILE")
 
 

@@ -60,8 +60,12 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
     [
         ([], "COMMAND"),
         (
-            ["serve"],
-            "unknown command 'serve'; known: launch, engine, engines, drain, resume, role, cache, scale, restart, gene",
+            ["sever"],
+            "unknown command 'sever' (did you mean 'serve'?)",
+        ),
+        (
+            ["quit"],
+            "unknown command 'quit'; known: launch, serve, engine, engines, drain, resume, role, cache, scale, restart",
         ),
         (["cache", "find"], "'find'; known: lookup, clear, pin, unpin, prefetch, move"),
         (["cache", "move", "--tokens", "1"], "the following arguments are required: --from, --tier"),
@@ -123,8 +127,11 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         (["launch", "--ssl-cert-reqs", "3"], "--ssl-cert-reqs: one of none, optional, required was expected, got '3'"),
         (["launch", "--model", "no/such/dir"], "model directory no/such/dir does not exist"),
         (["launch", "--config", "no-such.toml"], "no-such.toml: No such file or directory"),
-        (["generate", "--temperature", "-1", "x"], "temperature must be a finite number of at least 0, got -1.0"),
-        (["generate", "--stop-token-ids", "x", "--", "y"], "--stop-token-ids: whole numbers were expected"),
+        (["generate", "--temperature", "-1", "x"], "--temperature: a number of at least 0 was expected, got '-1'"),
+        (
+            ["generate", "--stop-token-ids", "x", "--", "y"],
+            "--stop-token-ids: a list with a length of up to 256 was expected, got",
+        ),
         (["generate", "--model", "no/such/dir", "x"], "model directory no/such/dir does not exist"),
         (["connector", "remove"], "'remove'"),
     ],

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from pdkv.base.options import option
+from pdkv.base.options import Size, option
 from pdkv.cli.options import Parser, add_flags, build, collect, flags_of
 from pdkv.errors import ConfigError
 
@@ -23,7 +23,7 @@ class Sample:
     count: int = option(1, "a count")
     share: float = option(0.5, "a share of 100 %")
     name: str | None = option(None, "a name")
-    memory: int | None = option(None, "a size", size=True)
+    memory: Size | None = option(None, "a size")
     mode: Literal["slow", "fast"] = option("slow", "a mode")
     place: Path = option(HERE, "a place")
     loud: bool = option(False, "noise")
@@ -102,8 +102,8 @@ def test_the_command_line_beats_the_environment_which_beats_the_file(tmp_path: P
 
 
 def test_a_role_comes_before_the_common_value() -> None:
-    options = [*FLAGS, *flags_of(Sample, role="prefill", exclude=["name"])]
-    assert "prefill_name" not in {option.name for option in options}
+    options = {**FLAGS, **flags_of(Sample, role="prefill", exclude=["name"])}
+    assert "prefill_name" not in options
     parser = Parser()
     add_flags(parser, options)
     given = collect(
@@ -159,7 +159,7 @@ def test_a_file_that_is_missing_or_holds_no_table_is_refused(tmp_path: Path) -> 
 
 
 def test_an_unknown_variable_is_refused_and_a_known_one_of_another_command_is_not() -> None:
-    with pytest.raises(ConfigError, match=r"unknown environment variable PDKV_COUMT \(did you mean 'PDKV_COUNT'\?\)"):
+    with pytest.raises(ConfigError, match=r"unknown environment variable 'PDKV_COUMT' \(did you mean 'PDKV_COUNT'\?\)"):
         values(environment={"PDKV_COUMT": "1"})
     assert collect(FLAGS, {}, environment={"PDKV_ELSEWHERE": "1"}, known_variables={"PDKV_ELSEWHERE"}) == {}
 

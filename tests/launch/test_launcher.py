@@ -99,11 +99,11 @@ def test_ranks_share_the_machine_and_every_engine_cuts_stored_heads_alike(run_di
 
 def test_the_model_is_served_under_its_directorys_name_unless_told_otherwise(run_dir: RunDirectory) -> None:
     config = EngineConfig(model=Path("some/where/llama-small"))
-    assert plan(run_dir, LaunchConfig(), config, config).router.served_model_name == "llama-small"
-    named = LaunchConfig(served_model_name="mine")
-    assert plan(run_dir, named, config, config).router.served_model_name == "mine"
+    assert plan(run_dir, LaunchConfig(), config, config).router.served_model_names == ["llama-small"]
+    named = LaunchConfig(served_model_name=("mine", "too"))
+    assert plan(run_dir, named, config, config).router.served_model_names == ["mine", "too"]
     embedded = plan(run_dir, LaunchConfig(), EngineConfig(), EngineConfig()).router
-    assert (embedded.model, embedded.served_model_name) == (DEFAULT_MODEL, "pdkv-default")
+    assert (embedded.model, embedded.served_model_names) == (DEFAULT_MODEL, ["pdkv-default"])
 
 
 def test_lengths_that_give_prefill_and_decode_other_rope_frequencies_are_refused(tmp_path: Path) -> None:
@@ -132,7 +132,9 @@ def test_sampling_defaults_are_checked_before_anything_starts_and_are_the_router
         config = EngineConfig(model=model, **fields)
         return Deployment(launch=LaunchConfig(), handoff=HandoffConfig(), prefill=config, decode=config)
 
-    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p must be in \(0, 1\], got 7"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: top_p must be a number above 0 and up to 1, got 7"
+    ):
         check_deployment(deployment())
     check_deployment(deployment(generation_config="none"))
     for source in ("auto", "none"):

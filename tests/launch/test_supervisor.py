@@ -18,9 +18,10 @@ from pdkv.host.memory_limits import num_oom_kills
 from pdkv.launch import supervisor as module
 from pdkv.launch.children import Child
 from pdkv.launch.keeper import backoff_s
-from pdkv.launch.specs import EngineSpec, RouterSpec
+from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.router.engines.address import EngineAddress
+from pdkv.router.spec import RouterSpec
 from pdkv.testing import VirtualLoop
 
 FakeChild = Callable[[str, int, str], Child]
@@ -85,7 +86,7 @@ class Deck:
             for spec in engines
         ]
         router = RouterSpec(
-            router_id="router", engines=addresses, model=Path("m"), served_model_name="m", policy="round_robin"
+            router_id="router", engines=addresses, model=Path("m"), served_model_names=["m"], policy="round_robin"
         )
         fleet = Fleet(
             engines=engines, router=router, connector_target="x:Y", start_timeout_s=20.0, use_fork_server=False

@@ -55,8 +55,7 @@ def test_none_leaves_all_of_it_out(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_that_no_request_could_have_is_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
-    shown = "max_tokens" if (name, value) == ("max_new_tokens", 0) else name
-    with pytest.raises(ModelError, match=shown) as refused:
+    with pytest.raises(ModelError, match=name) as refused:
         read_sampling_defaults(write(tmp_path, **{name: value}))
     assert str(tmp_path / "generation_config.json") in str(refused.value)
     assert str(value) in str(refused.value)
@@ -71,7 +70,7 @@ def test_the_log_says_what_was_taken_where_it_changes_anything(
         assert not caplog.records
         log_sampling_defaults(tmp_path, read_sampling_defaults(write(tmp_path, **QWEN, min_p=0.0)))
     (record,) = caplog.records
-    for said in ("temperature=0.7", "top_k=20", "top_p=0.8", "repetition_penalty=1.05", "--generation-config none"):
+    for said in ("temperature=0.7", "top_k=20", "top_p=0.8", "repetition_penalty=1.05", "generation_config none"):
         assert said in record.getMessage()
     assert "min_p" not in record.getMessage()
 

@@ -260,7 +260,7 @@ async def test_parameters_that_only_the_engine_finds_wrong_fail_their_request_al
 
 
 def test_a_wrong_field_is_a_config_error(model: Path) -> None:
-    with pytest.raises(ConfigError, match="AsyncLLM has no field 'max_num_seq'"):
+    with pytest.raises(ConfigError, match="AsyncLLM: unknown option 'max_num_seq'"):
         AsyncLLM(model, max_num_seq=2)
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="tp 2 needs a process per rank"):  # on the engine's thread

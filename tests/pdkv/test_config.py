@@ -58,7 +58,7 @@ def test_what_is_no_size_is_named(text: str) -> None:
         (LaunchConfig, "start_timeout_s", 86401.0),
         (LaunchConfig, "drain_s", 86401.0),
         (LaunchConfig, "drain_s", math.inf),
-        (LaunchConfig, "served_model_name", ""),
+        (LaunchConfig, "served_model_name", ("",)),
         (EngineConfig, "gpu_memory_utilization", 1.5),
         (EngineConfig, "rank_timeout_s", math.nan),
         (AdmissionConfig, "max_queued_requests", 0),

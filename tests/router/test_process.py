@@ -25,20 +25,24 @@ import os, resource, sys
 from pathlib import Path
 from pdkv.router.engines.address import EngineAddress
 from pdkv.router.process import run_router
+from pdkv.router.spec import RouterSpec
 
 listen_fd, lifeline_fd, ready_fd, model, run_dir, open_files, drain_s = sys.argv[1:8]
 if int(open_files):
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(open_files) // 2, int(open_files)))
-code = run_router(
+spec = RouterSpec(
     router_id="r",
-    listen_fd=int(listen_fd),
     engines=[EngineAddress(n, n.partition("-")[0], f"ipc://{run_dir}/{n}") for n in ("prefill-0", "decode-0")],
     model=Path(model),
-    served_model_name="small",
+    served_model_names=["small"],
+    drain_s=float(drain_s),
+)
+code = run_router(
+    spec,
+    listen_fd=int(listen_fd),
     lifeline_fd=int(lifeline_fd),
     admin_socket=Path(run_dir, "admin.sock"),
     marks_file=Path(run_dir, "engines.json"),
-    drain_s=float(drain_s),
     on_ready=lambda: os.write(int(ready_fd), b"1"),
 )
 assert "torch" not in sys.modules
@@ -314,16 +318,16 @@ def test_operators_are_served_on_their_socket_only(router: RouterProcess, engine
             ("POST", "/decode-7/drain", None, 404, "there is no engine 'decode-7' (did you mean 'decode-0'?)"),
             ("POST", "/decode-0/role", {"role": "chef"}, 400, "role must be one of prefill, decode, any, got 'chef'"),
             ("POST", "/decode-0/role", {"rôle": "any"}, 400, "the body is no RoleBody"),
-            ("POST", "/decode-0/drain?wait_s=nan", None, 400, "wait_s must be a number of seconds"),
-            ("GET", "/decode-0?until=done", None, 400, "until must be ready or drained, got 'done'"),
+            ("POST", "/decode-0/drain?wait_s=nan", None, 400, "wait_s: a number of seconds of at least 0"),
+            ("GET", "/decode-0?until=done", None, 400, "until: one of ready, drained was expected, got 'done'"),
             (
                 "GET",
                 "/decode-0?until=ready&pid=-1",
                 None,
                 400,
-                "pid must be a whole number of at most 10 digits, got '-1'",
+                "pid: a whole number of at least 0 and below 10,000,000,000 was expected, got '-1'",
             ),
-            ("DELETE", "/decode-0?force=yes", None, 400, "force must be true or false, got 'yes'"),
+            ("DELETE", "/decode-0?force=yes", None, 400, "force: true or false was expected, got 'yes'"),
             ("PUT", "/decode-0", {"role": "any"}, 400, "the body is no EngineBody"),
         ):
             answer = admin.request(method, "/admin/engines" + path, json=json_body)

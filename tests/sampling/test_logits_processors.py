@@ -18,12 +18,13 @@ from pdkv import LLM, SamplingParams
 from pdkv.assemble.engine import build_engine
 from pdkv.base import registry
 from pdkv.base.limits import MAX_PROCESSOR_BYTES
+from pdkv.base.options import options_of
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.plan import NewRequest
 from pdkv.errors import ConfigError, InvalidRequest, LogitsProcessorFailed
 from pdkv.launch.config import Deployment, LaunchConfig
 from pdkv.launch.launcher import check_processors
-from pdkv.sampling.logits_processors import LOGITS_PROCESSORS, split_names
+from pdkv.sampling.logits_processors import LOGITS_PROCESSORS
 
 OPTIONS: dict[str, Any] = {"threads": 1, "device": "cpu", "dtype": "float32"}
 NAMES = ["no_repeat", "faulty_processors:Faulty"]
@@ -131,12 +132,11 @@ def test_names_that_stand_for_nothing_are_refused_at_the_start(model: Path) -> N
     for names, message in (
         (["no_repeats"], "unknown logits processor 'no_repeats' .did you mean 'no_repeat'"),
         (["json:loads"], "json:loads is no subclass of LogitsProcessor"),
-        (["a", ""], "names, separated by commas"),
+        (["a", ""], "a list of non-empty texts was expected"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(model, logits_processors=names, **OPTIONS)
-    assert split_names(" a,b:C, a") == ("a", "b:C")
-    assert split_names(None) == ()
+    assert options_of(EngineConfig)["logits_processors"].convert(" a,b:C") == ("a", "b:C")
 
 
 def test_prefill_and_decode_must_have_the_same() -> None:
@@ -144,8 +144,8 @@ def test_prefill_and_decode_must_have_the_same() -> None:
         return Deployment(
             launch=LaunchConfig(prefill=num_prefill),
             handoff=HandoffConfig(),
-            prefill=EngineConfig(logits_processors=prefill),
-            decode=EngineConfig(logits_processors=decode),
+            prefill=EngineConfig(logits_processors=tuple(prefill.split(","))),
+            decode=EngineConfig(logits_processors=tuple(decode.split(","))),
         )
 
     check_processors(deployment("no_repeat,json:Any", "json:Any,no_repeat"))

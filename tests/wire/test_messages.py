@@ -133,7 +133,7 @@ CARD = {
         (SUBMIT | {"timeout_s": float("inf")}, "timeout_s"),
         (SUBMIT | {"transfer_id": "x" * 300}, "transfer_id"),
         (SUBMIT | {"params": {"top_k": "many"}}, "top_k"),
-        (SUBMIT | {"params": {"top_k": 2**64 - 1, "stop": ["x", 5]}}, "stop"),
+        (SUBMIT | {"params": {"top_k": 2**31 - 1, "stop": ["x", 5]}}, "stop"),
         (SUBMIT | {"kv": "elsewhere"}, "kv"),
         (SUBMIT | {"kv_terms": {"owner": 0}}, "owner"),
         (SUBMIT | {"kv_terms": {"owner": 2**63}}, "owner"),

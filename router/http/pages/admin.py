@@ -5,21 +5,22 @@ It is served on a unix socket in the launch's private directory: who may connect
 """
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv.base.limits import MAX_WAIT_S, clip
-from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.base.options import Options, option
+from pdkv.errors import ConfigError, InvalidRequest, PdkvError
 from pdkv.router.engines.cache_view import describe_caches
-from pdkv.router.generations.operations import Operations, Until
+from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages.cache_pages import MAX_BODY_BYTES as MAX_CACHE_BODY_BYTES
 from pdkv.router.http.pages.cache_pages import CachePages
 from pdkv.router.http.pages.request_state import request_route
@@ -38,9 +39,18 @@ _MAX_BODY_BYTES = 64 << 10
 _BODY_S = 10.0
 """How long a body may take."""
 
-_MAX_PID_DIGITS = 10
-
 _Body = TypeVar("_Body")
+
+
+class _Query(Options):
+    """What may stand behind the path."""
+
+    fresh: bool = option(False)
+    until: Literal["ready", "drained"] | None = option(None)
+    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = option(0.0)
+    pid: Annotated[int, Meta(ge=0, lt=10**10)] | None = option(None)
+    move: bool = option(False)
+    force: bool = option(False)
 
 
 class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -85,17 +95,16 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
         return json_response(describe_caches(dispatcher.engines()) if caches is None else caches.describe())
 
     async def get_engine(request: Request) -> Response:
-        name, until = request.path_params["name"], request.query_params.get("until")
+        name, query = request.path_params["name"], _query(request)
         operations.describe(name)
-        if until is not None:
-            await operations.wait(name, _until(until), _wait_s(request), _pid(request))
+        if query.until is not None:
+            await operations.wait(name, query.until, query.wait_s, query.pid)
         return json_response(operations.describe(name))
 
     async def drain(request: Request) -> Response:
-        name, wait_s = request.path_params["name"], _wait_s(request)
-        move = _flag(request, "move")
-        operations.drain(name, force=_force(request))
-        if not await operations.wait(name, "drained", wait_s) and move:
+        name, query = request.path_params["name"], _query(request)
+        operations.drain(name, force=query.force)
+        if not await operations.wait(name, "drained", query.wait_s) and query.move:
             operations.move_away(name)
             await operations.wait(name, "drained", _MOVE_S)
         return json_response(operations.describe(name))
@@ -107,7 +116,7 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
 
     async def set_role(request: Request) -> Response:
         name, body = request.path_params["name"], await _body(request, RoleBody)
-        operations.set_role(name, body.role, force=_force(request))
+        operations.set_role(name, body.role, force=_query(request).force)
         return json_response(operations.describe(name))
 
     async def order_cache(request: Request) -> Response:
@@ -141,7 +150,7 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations, caches: C
         return json_response(operations.describe(name))
 
     async def remove(request: Request) -> Response:
-        operations.remove(request.path_params["name"], force=_force(request))
+        operations.remove(request.path_params["name"], force=_query(request).force)
         return json_response({"removed": request.path_params["name"]})
 
     path = "/admin/engines/{name}"
@@ -160,6 +169,14 @@ def _checked(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
             return Response(status_code=CLIENT_GONE)
 
     return checked
+
+
+def _query(request: Request) -> _Query:
+    try:
+        return _Query.parse({name: clip(text) for name, text in request.query_params.items()})
+    except ConfigError as error:
+        name = next((name for name in request.query_params if name in str(error)), None)
+        raise InvalidRequest(str(error), param=name) from None
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:
@@ -181,42 +198,3 @@ async def _read(request: Request, most: int) -> bytearray:
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {_BODY_S:g} s", status=408) from None
     return data
-
-
-def _force(request: Request) -> bool:
-    return _flag(request, "force")
-
-
-def _flag(request: Request, name: str) -> bool:
-    text = request.query_params.get(name, "false")
-    if text not in ("true", "false"):
-        raise InvalidRequest(f"{name} must be true or false, got {clip(text)!r}", param=name)
-    return text == "true"
-
-
-def _wait_s(request: Request) -> float:
-    text = request.query_params.get("wait_s", "0")
-    try:
-        wait_s = float(text)
-    except ValueError:
-        wait_s = math.nan
-    if not 0 <= wait_s <= MAX_WAIT_S:
-        raise InvalidRequest(
-            f"wait_s must be a number of seconds up to {MAX_WAIT_S:g}, got {clip(text)!r}", param="wait_s"
-        )
-    return wait_s
-
-
-def _pid(request: Request) -> int | None:
-    text = request.query_params.get("pid")
-    if text is not None and not (text.isdecimal() and len(text) <= _MAX_PID_DIGITS):
-        raise InvalidRequest(
-            f"pid must be a whole number of at most {_MAX_PID_DIGITS} digits, got {clip(text)!r}", param="pid"
-        )
-    return None if text is None else int(text)
-
-
-def _until(text: str) -> Until:
-    if text in ("ready", "drained"):
-        return cast(Until, text)
-    raise InvalidRequest(f"until must be ready or drained, got {clip(text)!r}", param="until")

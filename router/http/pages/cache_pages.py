@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
+from msgspec import Meta
 
 from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.base.clock import MONOTONIC
@@ -37,10 +38,6 @@ HOST = "host"
 
 MAX_BODY_BYTES = 8 << 20
 
-MAX_TIMEOUT_S = 300.0
-
-MAX_TTL_S = 1e9
-
 MOVE_GRACE_S = 30.0
 """So much later than its deadline a move has ended on every engine: a store's calls have deadlines of their own."""
 
@@ -66,11 +63,13 @@ class CacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cache_salt: str | None = None
     api_key: str | None = None  # the name of the client's key, where keys have salts of their own
     engine: str | None = None  # this one alone; prefetch, and a move into host memory: into its own
-    tier: str = ""
-    source: str = msgspec.field(default="", name="from")  # move: the tier that values leave; `tier` is where they go
+    tier: Annotated[str, Meta(max_length=256)] = ""
+    source: Annotated[str, Meta(max_length=256)] = msgspec.field(
+        default="", name="from"
+    )  # move: the tier that values leave; `tier` is where they go
     copy: bool = False  # move: they stay there, too
-    ttl_s: float | None = None  # pin
-    timeout_s: float = 10.0
+    ttl_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # pin
+    timeout_s: Annotated[float, Meta(gt=0, le=300)] = 10.0
     return_keys: bool = False
 
 
@@ -234,24 +233,12 @@ def _check(action: CacheAction, body: CacheBody) -> None:
         for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
             if getattr(body, name) is not None:
                 raise InvalidRequest(f"{name} belongs to messages, and there are none", param=name)
-    if body.ttl_s is not None and (action != "pin" or not 0 < body.ttl_s <= MAX_TTL_S):
-        raise InvalidRequest(
-            f"ttl_s is for pin, a number of seconds above 0 and up to {MAX_TTL_S:g}; got {body.ttl_s:g} for {action}",
-            param="ttl_s",
-        )
-    if not 0 < body.timeout_s <= MAX_TIMEOUT_S:
-        raise InvalidRequest(
-            f"timeout_s must be a number of seconds above 0 and up to {MAX_TIMEOUT_S:g}, got {body.timeout_s:g}",
-            param="timeout_s",
-        )
-    for name, tier in (("tier", body.tier), ("from", body.source)):
-        if len(tier) > 256:
-            raise InvalidRequest(f"{name}: no tier has a name of {len(tier)} characters", param=name)
+    own = {"ttl_s": (body.ttl_s, "pin"), "from": (body.source, "move"), "copy": (body.copy, "move")}
+    for name, (value, owner) in own.items():
+        if value and action != owner:
+            raise InvalidRequest(f"{name} is for {owner}, got it for {action}", param=name)
     if action == "move":
         _check_move(body)
-    elif body.source or body.copy:
-        name = "from" if body.source else "copy"
-        raise InvalidRequest(f"{name} is for move, got it for {action}", param=name)
 
 
 def _check_move(body: CacheBody) -> None:

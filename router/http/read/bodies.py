@@ -6,9 +6,11 @@ literal, an empty list, or a `neutral` bool. Labels are accepted for the client'
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import msgspec
+
+from pdkv.sampling.params import PARAMS_IN_BODIES, SamplingParams
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What the wire to the engines can carry."""
@@ -80,18 +82,27 @@ class ShapeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     whitespace_pattern: None = None
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all requests that generate share."""
+def _sampling_body() -> Any:
+    """A struct with a field of each sampling parameter that bodies do not declare themselves. Ranges are checked by
+    SamplingParams; a list of texts may be one text.
+    """
+    hints = get_type_hints(SamplingParams)
+    kinds = {name: hints[name] | str if hints[name] == tuple[str, ...] else hints[name] for name in PARAMS_IN_BODIES}
+    fields = [(name, kind | None, None) for name, kind in kinds.items()]
+    return msgspec.defstruct("SamplingBody", fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
+
+
+if TYPE_CHECKING:
+    from msgspec import Struct as SamplingBody
+else:
+    SamplingBody = _sampling_body()
+
+
+class GenerationBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all requests that generate share, beside sampling parameters."""
 
     model: str | None = None  # absent: the one that is served
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: Int64 | None = None
-    stop: str | list[str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse | None = None
     # labels
@@ -103,18 +114,9 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_cache_retention: Literal["in-memory", "in_memory"] | None = None
     session_id: str | None = None  # vLLM's
     # vLLM's extras
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Int64 | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: Int64 | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logits_processors: dict[str, dict[str, Any]] | None = None  # pdkv's: arguments by name
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int64 | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -142,10 +144,10 @@ class _Body(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What completions and chat completions share."""
 
     stream_options: StreamOptions | None = None
-    n: Int64 | None = None
-    max_tokens: Int64 | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None  # vLLM's
     response_format: ResponseFormat | None = None
-    prompt_logprobs: Int64 | None = None  # vLLM's
     return_token_ids: bool | None = None  # vLLM's
 
 

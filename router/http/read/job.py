@@ -28,16 +28,13 @@ from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.shapes import read_shape
 from pdkv.router.http.read.tools import answer_format, call_rules, check_tools
 from pdkv.sampling.logits_processors import check_known
-from pdkv.sampling.params import SamplingParams
+from pdkv.sampling.params import PARAMS_IN_BODIES, SamplingParams
 from pdkv.sampling.shape import Grammar
 from pdkv.text import StopAutomaton, with_bad_word_ids
 from pdkv.wire.kv import KVTerms
 from pdkv.wire.messages import PROBE_SALT
 
-_SAMPLING_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
-_OTHERWISE = {*_SAMPLING_LISTS, "stop", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
-_SAMPLING_FIELDS = {*SamplingParams.__struct_fields__} & {*CompletionBody.__struct_fields__} - _OTHERWISE
-"""What bodies and SamplingParams have alike."""
+_SAMPLING_FIELDS = ("n", *PARAMS_IN_BODIES)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,11 +196,10 @@ def _sampling_params(
 ) -> SamplingParams:
     """Sampling parameters as the client gave them, else the model's defaults, in their ranges."""
     given: dict[str, Any] = {name: value for name, value in model.sampling_defaults.items() if name in _SAMPLING_FIELDS}
-    given |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    stop = body.stop
-    if stop is not None:
-        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    given |= {name: tuple(value) for name in _SAMPLING_LISTS if (value := getattr(body, name)) is not None}
+    for name in _SAMPLING_FIELDS:
+        value = getattr(body, name)
+        if value is not None:
+            given[name] = (value,) if isinstance(value, str) else value
     params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
     try:
         params.validate()

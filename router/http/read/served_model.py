@@ -18,7 +18,7 @@ Cancelled = Callable[[], bool]
 class ServedModel:
     """What requests are checked against."""
 
-    name: str
+    names: Sequence[str]  # all mean this model; the first is that of answers
     tokenizer: Tokenizer
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -31,6 +31,11 @@ class ServedModel:
     logits_processors: tuple[str, ...] = ()  # names that requests may say
 
     @property
+    def name(self) -> str:
+        """In answers."""
+        return self.names[0]
+
+    @property
     def max_prompt_chars(self) -> int:
         """No text with more characters can fit into the model's length."""
         return self.max_model_len * self.tokenizer.max_token_chars
@@ -41,7 +46,7 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raises InvalidRequest (404) for another model's name; no name means this model."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self.names:
             raise unknown_model(name, self)
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
@@ -56,7 +61,9 @@ class ServedModel:
 def unknown_model(name: str, model: ServedModel) -> InvalidRequest:
     """HTTP 404."""
     error = InvalidRequest(
-        f"the model {clip(name)!r} does not exist; this server has {model.name!r}", param="model", status=404
+        f"the model {clip(name)!r} does not exist; this server has {', '.join(map(repr, model.names))}",
+        param="model",
+        status=404,
     )
     error.code = "model_not_found"
     return error

@@ -92,7 +92,7 @@ class _Plan(NamedTuple):
         handoff = handoff or HandoffConfig()
         limits = _limits(config, handoff, proposer)
         info = ModelInfo(model.vocab_size, tuple(model.eos_token_ids), config.model)
-        processors = ProcessorSet.load(config.processor_names, info)
+        processors = ProcessorSet.load(config.logits_processors, info)
         return cls(config, handoff, connector, name, epoch, kv_shards, model, limits, proposer, processors)
 
     @property

@@ -20,32 +20,11 @@ MAX_AFFINITY_BYTES = 256
 MAX_STOPS = 64
 """Stop strings of one request (OpenAI: 4)."""
 
-MAX_STOP_BYTES = 4096
-"""UTF-8 of all stop strings of one request together: one automaton is built from them, a state per character."""
-
-MAX_STOP_TOKEN_IDS = 256
-"""Stop token ids of one request."""
-
 MAX_LOGIT_BIAS = 1024
 """Entries of one request's `logit_bias` (OpenAI: 300)."""
 
-MAX_ALLOWED_TOKEN_IDS = 8192
-"""Entries of one request's `allowed_token_ids`: every choice's Submit carries them."""
-
-MAX_LOGITS_PROCESSORS = 8
-"""Logits processors of one request."""
-
 MAX_PROCESSOR_BYTES = 16 * 1024
 """Their names and arguments, as msgpack."""
-
-MAX_BAD_WORDS = 128
-"""Token sequences that one request may forbid; a bad word may be two, see `pdkv.text.bad_words` (vLLM: 128)."""
-
-MAX_BAD_WORD_TOKENS = 1024
-"""Tokens of all of them together: they are compared with the output in each step (vLLM: 1024)."""
-
-MAX_BAD_WORD_BYTES = 4096
-"""UTF-8 of all of one request's `bad_words`, before they are tokenized."""
 
 MAX_N = 128
 """Choices per prompt; `choice` of a Submit is below it."""
@@ -102,37 +81,17 @@ def check_cache_salt(cache_salt: str) -> None:
         )
 
 
-def check_stops(stop: Sequence[str]) -> None:
-    """Raises InvalidRequest for too many stop strings, too many bytes of them together, or an empty one."""
-    if len(stop) > MAX_STOPS:
-        raise InvalidRequest(f"stop must hold at most {MAX_STOPS} strings, got {len(stop)}", param="stop")
-    size = sum(utf8_bytes(text, MAX_STOP_BYTES) for text in stop)
-    if size > MAX_STOP_BYTES:
-        raise InvalidRequest(
-            f"stop must have at most {MAX_STOP_BYTES} bytes of UTF-8 in all, got at least {size}", param="stop"
-        )
-    if not all(stop):
-        raise InvalidRequest("stop must not hold an empty string", param="stop")
-
-
-def check_bad_words(words: Sequence[str]) -> None:
-    """Raises InvalidRequest for too many bad words, too many bytes of them together, or one without a letter."""
-    check_count("bad_words", len(words), MAX_BAD_WORDS)
-    size = sum(utf8_bytes(word, MAX_BAD_WORD_BYTES) for word in words)
-    if size > MAX_BAD_WORD_BYTES:
-        raise InvalidRequest(
-            f"bad_words must have at most {MAX_BAD_WORD_BYTES} bytes of UTF-8 in all, got at least {size}",
-            param="bad_words",
-        )
-    if not all(word.strip() for word in words):
-        raise InvalidRequest("bad_words must not hold an empty string, nor one of spaces alone", param="bad_words")
+def check_bytes(name: str, texts: Sequence[str], limit: int) -> None:
+    """Raises InvalidRequest where the texts of the field `name` have more than `limit` bytes together."""
+    size = sum(utf8_bytes(text, limit) for text in texts)
+    if size > limit:
+        raise InvalidRequest(f"{name} must have at most {limit} bytes of UTF-8 in all, got {size} or more", param=name)
 
 
 def check_processor_arguments(asked: Mapping[str, Any]) -> None:
     """Raises InvalidRequest for too many logits processors, or arguments that are too long or no JSON object."""
     if not asked:
         return
-    check_count("logits_processors", len(asked), MAX_LOGITS_PROCESSORS)
     try:
         size = len(msgspec.msgpack.encode(asked))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -142,12 +101,6 @@ def check_processor_arguments(asked: Mapping[str, Any]) -> None:
         raise InvalidRequest(
             f"logits_processors must have at most {MAX_PROCESSOR_BYTES} bytes, got {size}", param="logits_processors"
         )
-
-
-def check_count(name: str, count: int, limit: int) -> None:
-    """Raises InvalidRequest where the field `name` has more than `limit` entries."""
-    if count > limit:
-        raise InvalidRequest(f"{name} must have at most {limit} entries, got {count}", param=name)
 
 
 def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:

@@ -1,51 +1,84 @@
-"""Options as fields of dataclasses: kind, default, help text and bounds stand in one place.
+"""Options as fields of dataclasses: the type says which values there are, the field its default and help text.
 
-A subclass of `Options` is what a connector or a store takes as KEY=VALUE texts: `Options.parse` reads
-`--connector-config` and a store's URL, and `pd connector show` prints what `options_of` finds. The configuration behind
-the command line's flags has the same fields (config.py).
+A subclass of `Options` is what is configured by flags, PDKV_* variables and files (config.py), what a connector or a
+store takes as KEY=VALUE texts, and what a program gives by keyword. `options_of` reads msgspec structs alike.
 """
 
 import dataclasses
 import difflib
+import logging
 import math
 import re
+import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, Self, TypeVar, dataclass_transform
 
 import msgspec
+from msgspec import Meta
 
+from pdkv.base.secret_options import read_option, without_secrets
+from pdkv.base.vllm_names import own_name
 from pdkv.errors import ConfigError
 
 MAX_SECONDS = 1e6
 """Longest duration that an option may ask for by default: what every timeout of the operating system can hold."""
 
-MAX_THREADS = 256
-"""Most threads that one option may ask for."""
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Threads = Annotated[int, Meta(ge=1, le=256)]
+Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
+Names = tuple[Annotated[str, Meta(min_length=1)], ...]
+Bytes = Annotated[int, Meta(extra={"size": True})]
+"""Written such as 512MiB."""
+Size = Annotated[Bytes, Meta(ge=1)]
 
 Config = TypeVar("Config")
 
-_REQUIRED: Any = dataclasses.MISSING
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+logger = logging.getLogger(__name__)
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
+}
+_BYTES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def option(default: Any = _REQUIRED, help: str = "", **details: Any) -> Any:
-    """A dataclass field that is an option.
+def option(default: Any = dataclasses.MISSING, help: str = "", **details: Any) -> Any:
+    """A field that is an option.
 
     Args:
         default: absent: the option must be given.
         help: one line for people.
-        details: any of ge, gt, le (bounds of a number), multiple_of, size=True (bytes, written such as 512MiB),
-            convert (a function from text to value that raises ValueError with what was expected), metavar,
-            aliases (other projects' names for it, which are suggested and not accepted), and secret=True (it may hold
-            a password: no `repr` shows it).
+        details: any of metavar, also (other words for a value, by word), was (names that it had before), secret=True
+            (it may hold a password: no `repr` shows it), and, as in `extra` of its type's Meta, expected (the values,
+            in words) and size=True.
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, repr=False, metadata=metadata)  # it may hold a password
     return dataclasses.field(default=default, repr=not details.get("secret"), metadata=metadata)
+
+
+def parse_count(text: str, more_units: Mapping[str, int] = {}) -> int:
+    """A whole number such as "8192", "8k" (8,000) or "8K" (8,192). Raises ValueError for what is none."""
+    found = re.fullmatch(r"\s*([+-]?\d{1,32})(\.\d{1,9})?\s*([A-Za-z]*)\s*", text)
+    if found is None:
+        raise ValueError
+    whole, fraction, unit = found.groups(default="")
+    factor = _UNITS.get(unit) or more_units.get(unit.lower())
+    if factor is None or (fraction and unit in ("", *"KMGT")):
+        raise ValueError
+    return round(float(whole + fraction) * factor) if fraction else int(whole) * factor
 
 
 def parse_size(text: str) -> int:
@@ -54,15 +87,9 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: no such size.
     """
-    number = text.strip()
-    factor = 1
-    for unit in sorted(filter(None, _UNITS), key=len, reverse=True):
-        if number.lower().endswith(unit.lower()):
-            number, factor = number[: -len(unit)].strip(), _UNITS[unit]
-            break
     try:
-        size = int(float(number) * factor)
-    except (ValueError, OverflowError):
+        size = parse_count(text, _BYTES)
+    except ValueError:
         size = 0
     if size <= 0:
         raise ConfigError(f"a size such as 512MiB was expected, got {text!r}")
@@ -87,7 +114,7 @@ def parse_numbers(name: str, text: str) -> tuple[int, ...]:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that was probably meant, or None."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
     if close:
         return close[0]
     within = [other for other in names if len(name) > 2 and name in other]
@@ -105,19 +132,40 @@ class Option:
     """One option, as its field describes it."""
 
     name: str
-    kind: Any  # the field's type, without `| None`
-    optional: bool  # whether None is a value
+    kind: Any  # the field's type with its bounds, without `| None`
+    base: Any  # without bounds
     default: Any  # dataclasses.MISSING: it must be given
-    details: Mapping[str, Any]  # help, ge, gt, le, multiple_of, size, convert, metavar, aliases, secret
+    optional: bool  # whether None is a value
+    details: Mapping[str, Any]  # see `option`, and `extra` of its type's Meta
+    choices: tuple[Any, ...]  # the only values; empty: there is no such list
+    is_map: bool  # KEY=VALUE
+    is_list: bool  # in text with commas between its values
+    bounds: Mapping[str, float]  # by msgspec's names
 
     @classmethod
-    def of_hint(cls, name: str, hint: Any, default: Any, details: Mapping[str, Any] | None = None) -> Self:
-        """The option whose resolved type is `hint`."""
-        kinds = [hint]
-        if typing.get_origin(hint) in (types.UnionType, typing.Union):
-            kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        assert len(kinds) == 1, hint
-        return cls(name=name, kind=kinds[0], optional=kinds[0] is not hint, default=default, details=details or {})
+    def of_field(cls, name: str, hint: Any, default: Any, details: Mapping[str, Any]) -> Self:
+        """The option that is a field of the resolved type `hint`."""
+        is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+        [kind] = {*typing.get_args(hint)} - {types.NoneType} if is_union else [hint]
+        base, metas = (kind.__origin__, kind.__metadata__) if hasattr(kind, "__metadata__") else (kind, ())
+        origin = typing.get_origin(base)
+        bounds: dict[str, float] = {}
+        about: dict[str, Any] = {}
+        for meta in metas:
+            bounds |= {key: bound for key in _BOUNDS if (bound := getattr(meta, key)) not in (None, sys.float_info.max)}
+            about |= {"help": meta.description or "", **(meta.extra or {})}
+        return cls(
+            name=name,
+            kind=kind,
+            base=base,
+            default=default,
+            optional=is_union,
+            details={"help": "", **about, **details},
+            choices=typing.get_args(base) if origin is Literal else (),
+            is_map=origin is Mapping,
+            is_list=origin is tuple,
+            bounds=bounds,
+        )
 
     @property
     def required(self) -> bool:
@@ -127,52 +175,36 @@ class Option:
     @property
     def help(self) -> str:
         """One line for people."""
-        return str(self.details.get("help", ""))
-
-    @property
-    def is_map(self) -> bool:
-        """Whether its value is a table of KEY=VALUE."""
-        return typing.get_origin(self.kind) is Mapping
-
-    @property
-    def is_size(self) -> bool:
-        """Whether it is a number of bytes, written such as 512MiB."""
-        return bool(self.details.get("size"))
-
-    @property
-    def choices(self) -> tuple[Any, ...]:
-        """The only values that are accepted; empty: there is no such list."""
-        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+        return str(self.details["help"])
 
     @property
     def metavar(self) -> str:
         """What stands for the value in help texts."""
-        if "metavar" in self.details:
-            return str(self.details["metavar"])
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
-        if self.is_size:
-            return "SIZE"
-        if self.kind is float and self.name.endswith("_s"):
-            return "SECONDS"
-        return {int: "N", float: "X", Path: "DIR", bool: "{true,false}"}.get(self.kind, "TEXT")
+        words = {int: "N", float: "X", Path: "DIR", bool: "{true,false}"}.get(self.base, "TEXT")
+        seconds = self.base is float and self.name.endswith("_s")
+        words = "SIZE" if "size" in self.details else "SECONDS" if seconds else words
+        return str(self.details.get("metavar", words))
 
     @property
     def expected(self) -> str:
         """The values that are accepted, in words that "was expected" follows."""
-        if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        if self.is_size and "multiple_of" not in self.details:
+        if self.choices or "expected" in self.details:
+            return str(self.details.get("expected", f"one of {', '.join(self.choices)}"))
+        if "size" in self.details and "multiple_of" not in self.bounds:
             return "a size such as 512MiB"
-        seconds = self.kind is float and self.name.endswith("_s")
-        words = "a number of seconds" if seconds else _WORDS.get(self.kind, "text")
-        if "multiple_of" in self.details:
-            words = f"a multiple of {self.details['multiple_of']}"
-        bounds = [f"{word} {self.details[key]:,.10g}" for key, word in _BOUNDS.items() if key in self.details]
-        return f"{words} {' and '.join(bounds)}" if bounds else words
+        words = {int: "a whole number", float: "a number", bool: "true or false", Names: "a list of non-empty texts"}
+        found = "a list" if self.is_list else "text"
+        found = words.get(self.base, found) + " of seconds" * (self.base is float and self.name.endswith("_s"))
+        if "multiple_of" in self.bounds:
+            found = f"a multiple of {self.bounds['multiple_of']}"
+        form = "," if self.base is int else ",.10g"
+        bounds = [f"{_BOUNDS[key]} {bound:{form}}" for key, bound in self.bounds.items() if _BOUNDS[key]]
+        return f"{found} {' and '.join(bounds)}" if bounds else found
 
     def convert(self, value: Any) -> Any:
-        """A value from text, or from a file's own types.
+        """A value from text, or from a file's or a program's own types.
 
         Raises:
             ConfigError: it is none of this option's; the message says what was expected and what there is.
@@ -180,43 +212,49 @@ class Option:
         if value is None and self.optional:
             return None
         try:
-            converted = self._convert(value)
-        except (ValueError, OverflowError, ConfigError, msgspec.ValidationError) as error:
-            words = f"{error}" if "convert" in self.details else self.expected
-            raise ConfigError(f"{words} was expected, got {value!r}") from None
-        return converted
+            return self.check(self._read(value))
+        except (ValueError, OverflowError, msgspec.ValidationError):
+            raise ConfigError(f"{self.expected} was expected, got {value!r}") from None
 
-    def check(self, value: Any) -> None:
-        """Raises ConfigError for a number out of bounds."""
-        if isinstance(value, int | float):
-            self.convert(value)
-
-    def _convert(self, value: Any) -> Any:
-        if "convert" in self.details:
-            return self.details["convert"](value)
-        if self.kind is Path and isinstance(value, str | Path):
-            return Path(value).expanduser()
-        if isinstance(value, str) and self.kind in (int, float):
-            value = parse_size(value) if self.is_size else self.kind(value)
-        bounds = {name: self.details[name] for name in ("ge", "gt", "le", "multiple_of") if name in self.details}
-        kind: Any = typing.Annotated[self.kind, msgspec.Meta(**bounds)] if bounds else self.kind
-        converted = msgspec.convert(value, kind, strict=not isinstance(value, str))
+    def check(self, value: Any) -> Any:
+        """The value, which must have the option's type and bounds. Raises ValueError or ValidationError."""
+        converted = msgspec.convert(value, self.kind)
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError
         return converted
 
+    def _read(self, value: Any) -> Any:
+        """Of its type, if it is a text; else as it is."""
+        if self.is_map:
+            return parse_pairs(value)
+        if self.is_list:
+            items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+            return msgspec.convert(items, self.kind, strict=False)
+        if not isinstance(value, str):
+            return value
+        value = self.details.get("also", {}).get(value, value)
+        reads: dict[Any, Callable[[str], Any]] = {
+            int: parse_size if "size" in self.details else parse_count,
+            float: float,
+            bool: lambda text: msgspec.convert(text, bool, strict=False),
+            Path: lambda text: Path(text).expanduser(),
+        }
+        return reads.get(self.base, str)(value)
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
-_BOUNDS = {"ge": "of at least", "gt": "above", "le": "up to"}
+
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "up to", "lt": "below", "max_length": "with a length of up to"}
+_BOUNDS["multiple_of"] = ""
 
 
 def options_of(config: type) -> Mapping[str, Option]:
-    """The options that are fields of a dataclass, by name."""
+    """The options that are fields of a dataclass or a msgspec struct, by name."""
     if config not in _known_options:
-        hints = typing.get_type_hints(config)
+        hints = typing.get_type_hints(config, include_extras=True)
+        is_struct = issubclass(config, msgspec.Struct)
+        fields: Iterable[Any] = msgspec.structs.fields(config) if is_struct else dataclasses.fields(config)
         _known_options[config] = {
-            item.name: Option.of_hint(item.name, hints[item.name], item.default, item.metadata)
-            for item in dataclasses.fields(config)
+            item.name: Option.of_field(item.name, hints[item.name], item.default, getattr(item, "metadata", {}))
+            for item in fields
         }
     return _known_options[config]
 
@@ -224,17 +262,82 @@ def options_of(config: type) -> Mapping[str, Option]:
 _known_options: dict[type, Mapping[str, Option]] = {}
 
 
-def check_bounds(config: Any) -> None:
-    """Refuse a configuration with a number out of its option's bounds: what a program says, like what a user types.
+def parse_pairs(value: Any) -> dict[str, str]:
+    """KEY=VALUE texts, or a file's table of scalars; of KEY=@FILE the value is what the file holds.
 
     Raises:
-        ConfigError: the message names the field, its value and what was expected.
+        ConfigError: it is neither, or such a file cannot be read.
     """
-    for name, item in options_of(type(config)).items():
+    if isinstance(value, str):
+        value = value.split(",")
+    if isinstance(value, Mapping):
+        if not all(isinstance(v, str | int | float) for v in value.values()):
+            raise ConfigError(f"a table of plain values was expected, got {value!r}")
+        return {k: read_option(str(v).lower() if isinstance(v, bool) else str(v), k) for k, v in value.items()}
+    if not isinstance(value, list):
+        raise ConfigError(f"KEY=VALUE was expected, got {value!r}")
+    pairs: dict[str, str] = {}
+    for text in value:
+        key, separator, setting = text.partition("=") if isinstance(text, str) else ("", "", "")
+        if not (separator and key.strip()) or "://" in key:  # a URL without its key
+            raise ConfigError(f"KEY=VALUE was expected, got {without_secrets(repr(text))}")
+        key = key.strip()
+        if pairs.setdefault(key, read_option(setting, key)) != read_option(setting, key):
+            raise ConfigError(f"{key} is given twice")
+    return pairs
+
+
+def read_values(
+    given: Iterable[tuple[str, Any]],
+    known: Mapping[str, Option],
+    *,
+    owner: str = "",
+    kind: str = "option",
+    show: Callable[[str], str] = str,
+    of_vllm: bool = False,
+) -> dict[str, Any]:
+    """Checked and converted values by the options' own names.
+
+    Args:
+        given: names and values, in the order in which they were given.
+        known: the options that may be given, by name.
+        owner: whose they are, for errors: such as "LLM: ".
+        kind: what a name is there: such as "option".
+        show: how a name is written there.
+        of_vllm: whether vLLM's names are read, too.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one; a value out of its range, with what was expected; or
+            two values under two names of one option.
+    """
+    was = {key.removesuffix(of.name) + old: key for key, of in known.items() for old in of.details.get("was", ())}
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for name, value in given:
+        own = name if name in known else was.get(name)
+        if own is None and of_vllm:
+            try:
+                own = own_name(name, value, known, show)
+            except ConfigError as error:
+                raise ConfigError(f"{owner}{error}") from None
+        if own is None:
+            close = nearest(name, known)
+            meant = f" (did you mean {show(close)!r}?)" if close else ""
+            names = "" if of_vllm else f"; known: {', '.join(sorted(known)) or 'none'}"
+            raise ConfigError(f"{owner}unknown {kind} {show(name)!r}{meant}{names}")
+        if name in was:
+            logger.warning("%s%s is called %s now: the old name ends with the next release", owner, name, own)
+        if not own:
+            continue
         try:
-            item.check(getattr(config, name))
+            converted = known[own].convert(value)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+            raise ConfigError(f"{owner}{'' if of_vllm else 'option '}{show(name)}: {error}") from None
+        if values.get(own, converted) != converted and written[own] != show(name):  # else the last one counts
+            both = f"{written[own]} {values[own]} and {show(name)} {converted}"
+            raise ConfigError(without_secrets(f"{owner}{both} are two values of one option"))
+        values[own], written[own] = converted, show(name)
+    return values
 
 
 class OptionTexts(dict[str, str]):
@@ -259,13 +362,24 @@ class Options:
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
+    def __post_init__(self) -> None:
+        """Refuse what a program says and no user could. Raises ConfigError that names the field and its value."""
+        for name, item in options_of(type(self)).items():
+            value = getattr(self, name)
+            if value is item.default or value is None:
+                continue
+            try:
+                item.check(value)
+            except (ValueError, msgspec.ValidationError):
+                raise ConfigError(f"{name}: {item.expected} was expected, got {value!r}") from None
+
     @classmethod
     def names(cls) -> frozenset[str]:
         """The options' names."""
         return frozenset(item.name for item in dataclasses.fields(cls))
 
     @classmethod
-    def parse(cls, texts: Mapping[str, str], *, only: Collection[str] | None = None) -> Self:
+    def parse(cls, texts: Mapping[str, Any], *, only: Collection[str] | None = None) -> Self:
         """The options that texts say.
 
         Args:
@@ -276,50 +390,19 @@ class Options:
             ConfigError: an unknown name, a value out of its range, or an option that is missing; the message names the
                 option as it was typed, and the nearest known one.
         """
-        owner = f"{texts.owner}: " if isinstance(texts, OptionTexts) else ""
-        prefix = texts.prefix if isinstance(texts, OptionTexts) else ""
+        owner, prefix = (f"{texts.owner}: ", texts.prefix) if isinstance(texts, OptionTexts) else ("", "")
         known = {name: item for name, item in options_of(cls).items() if only is None or name in only}
-        values: dict[str, Any] = {}
-        for name, text in texts.items():
-            if name not in known:
-                raise ConfigError(f"{owner}unknown option {prefix + name!r}{_hint(name, known, prefix)}")
-            try:
-                values[name] = known[name].convert(text)
-            except ConfigError as error:
-                raise ConfigError(f"{owner}option {prefix}{name}: {error}") from None
+        values = read_values(texts.items(), known, owner=owner, show=lambda name: prefix + name)
         for name, item in known.items():
             if item.required and not values.get(name):
                 raise ConfigError(f"{owner}needs the option {prefix}{name}={item.metavar}: {item.help}")
         return cls(**values)
 
 
-def _hint(name: str, known: Collection[str], prefix: str) -> str:
-    close = nearest(name, known)
-    meant = f" (did you mean {prefix + close!r}?)" if close else ""
-    return f"{meant}; known: {', '.join(sorted(known)) or 'none'}"
-
-
-def seconds(default: float | None, help: str, *, le: float = MAX_SECONDS) -> Any:
-    """An option that is a duration above 0."""
-    return option(default, help, gt=0, le=le)
-
-
 def from_fields(config: type[Config], values: Mapping[str, Any], *, owner: str) -> Config:
-    """A configuration from fields that a program gives, with values of their own types or text.
+    """A configuration from fields that a program gives, with values of their own types or text; vLLM's names, too.
 
     Raises:
         ConfigError: an unknown field, with the nearest known one, or a value out of its range.
     """
-    known = options_of(config)
-    converted: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in known:
-            alias = next((item.name for item in known.values() if name in item.details.get("aliases", ())), None)
-            meant = f" (did you mean {alias!r}?)" if alias else did_you_mean(name, known)
-            raise ConfigError(f"{owner} has no field {name!r}{meant}")
-        item = known[name]
-        try:
-            converted[name] = value if item.is_map else item.convert(value)
-        except ConfigError as error:
-            raise ConfigError(f"{owner}: {name}: {error}") from None
-    return config(**converted)
+    return config(**read_values(values.items(), options_of(config), owner=f"{owner}: ", of_vllm=True))

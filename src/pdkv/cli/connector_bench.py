@@ -53,6 +53,7 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run `pd connector bench`."""
+    from pdkv.connector_kit.bench.aged_pools import PATTERNS
     from pdkv.connector_kit.bench.plan import make_plan
 
     tokens = sorted(set(arguments.tokens or ([TAIL_TOKENS] if arguments.tail else TOKENS)))
@@ -66,7 +67,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         tp_pair=_pair(arguments.tp_pair, "--tp-pair"),
         block_sizes=_pair(arguments.block_sizes, "--block-sizes"),
         repeats=arguments.repeats,
-        patterns=arguments.pattern,
+        patterns=arguments.pattern or tuple(PATTERNS),
         one_process=arguments.one_process,
         kv_checksum=arguments.kv_checksum,
     )

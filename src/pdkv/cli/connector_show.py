@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from pdkv.base.options import Option, options_of
-from pdkv.cli.options import capitalized, connector_options
+from pdkv.cli.options import capitalized, connector_options, with_default
 from pdkv.connectors.base import KVConnector
 from pdkv.connectors.plan import ConnectorPlan, Requirement
 from pdkv.connectors.registry import connector_target, load_connector, plan_connector
 from pdkv.errors import ConfigError
-from pdkv.host.memory_limits import format_bytes
 
 _WIDTH = 110
 _INDENT = " " * 6
@@ -88,15 +87,7 @@ def _describe(requirement: Requirement) -> str:
 
 def _print_option(item: Option, out: TextIO) -> None:
     print(f"  {item.name}={item.metavar}", file=out)
-    if item.required:
-        end = " (required)"
-    elif item.default in (None, ""):
-        end = ""
-    elif item.is_size:
-        end = f" (default: {format_bytes(item.default).replace(' ', '')})"
-    else:
-        shown = str(item.default).lower() if isinstance(item.default, bool) else item.default
-        end = f" (default: {shown})"
-    lines: Sequence[str] = textwrap.wrap(item.help + end, _WIDTH - len(_INDENT))
+    text = f"{item.help} (required)" if item.required else with_default(item)
+    lines: Sequence[str] = textwrap.wrap(text, _WIDTH - len(_INDENT))
     for line in lines:
         print(_INDENT + line, file=out)

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.cli.launch import build_handoff, build_tiers, launch_variables
-from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, capitalized, collect, flags_of, warn_of_secrets
+from pdkv.cli.options import (
+    Flags,
+    add_flags,
+    add_vllm_flags,
+    build,
+    capitalized,
+    collect,
+    flags_of,
+    warn_of_given_secrets,
+)
 from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
 from pdkv.launch.config import HostedEngine
 
@@ -19,7 +28,7 @@ on the router's:
 """
 
 
-def flag_groups() -> dict[str, list[Flag]]:
+def flag_groups() -> dict[str, Flags]:
     """The flags of `pd engine` by the heading that they stand under."""
     return {
         "place": flags_of(HostedEngine),
@@ -40,15 +49,16 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML or JSON file of option names and values")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by their names")
     for title, flags in flag_groups().items():
         add_flags(parser.add_argument_group(title), flags)
+    add_vllm_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run `pd engine`."""
-    flags = [flag for group in flag_groups().values() for flag in group]
+    flags = {name: item for group in flag_groups().values() for name, item in group.items()}
     values = collect(flags, vars(arguments), known_variables=launch_variables(), file=arguments.config)
     hosted = build(HostedEngine, values)
     config = build(EngineConfig, values)
@@ -57,6 +67,5 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.launch.logs import configure_logging
 
     configure_logging("launcher", hosted.log_level, hosted.log_format)
-    warn_of_secrets(CONNECTOR_CONFIG, arguments.connector_config or ())
-    warn_of_secrets("--kv-store", [arguments.kv_store or ""])
+    warn_of_given_secrets(arguments)
     return host_engine(hosted, config, handoff, tiers)

@@ -2,27 +2,25 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pdkv.base.secret_options import read_option
-from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, capitalized, collect, flags_of, warn_of_secrets
-from pdkv.config import (
-    AccessConfig,
-    AdmissionConfig,
-    EngineConfig,
-    HandoffConfig,
-    HealthConfig,
-    HttpApi,
-    HttpLimits,
-    ObservabilityConfig,
-    RecoveryConfig,
-    ReuseConfig,
-    RouterConfig,
-    TiersConfig,
-    TlsConfig,
+from pdkv.cli.options import (
+    Flags,
+    Noted,
+    add_flags,
+    add_vllm_flags,
+    build,
+    capitalized,
+    collect,
+    flags_of,
+    variables_of,
+    warn_of_given_secrets,
 )
+from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.host.cuda_devices import count_cuda_devices
@@ -32,55 +30,48 @@ from pdkv.router.routing.policies import POLICIES
 
 ROLES = ("prefill", "decode")
 
+_CONCERNS: dict[str, Any] = typing.get_type_hints(RouterConfig)
+"""The router's configurations."""
+
 _GROUPS = {
     "engines": "All but --model and --generation-config can be set for one role: --prefill-tp 2, --decode-threads 4."
 }
 _EXAMPLES = """\
 examples:
   pd launch                                             1 prefill and 1 decode engine, the embedded model
-  pd launch --model DIR --prefill 2 --decode 4          a Hugging Face model directory
+  pd launch DIR --prefill 2 --decode 4                  a Hugging Face model directory
   pd launch --prefill 0 --decode 2                      2 engines that do both
   pd launch --connector nixl --connector-config mode=push
   pd launch --connector nixl --kv-host-memory 8GiB --kv-store redis://127.0.0.1:6379/0
   pd launch --connector store --connector-config url=redis://127.0.0.1:6379/0
-  pd launch --config FILE                               options from a TOML or JSON file: prefill = 2
+  pd launch --config FILE                               options from a TOML, YAML or JSON file: prefill = 2
 
 Every option is also an environment variable: PDKV_PREFILL=2, PDKV_DECODE_THREADS=4. `pd connector list` names the
 connectors, `pd connector show NAME` the options of one.
 """
 
 
-def flag_groups() -> dict[str, list[Flag]]:
+def flag_groups() -> dict[str, Flags]:
     """The flags of `pd launch` by the heading that they stand under."""
-    groups = {
-        "topology": [_with_choices(flag, "policy", POLICIES) for flag in flags_of(LaunchConfig)],
-        "engines": flags_of(EngineConfig),
-        "hand-off": [_with_choices(flag, "connector", SHIPPED) for flag in flags_of(HandoffConfig)],
-        "tiers of KV": flags_of(TiersConfig),
-        "failures": flags_of(RecoveryConfig),
-        "reuse": flags_of(ReuseConfig),
-        "HTTP": [*flags_of(HttpLimits), *map(_with_parsers, flags_of(HttpApi))],
-        "admission": flags_of(AdmissionConfig),
-        "access": flags_of(AccessConfig),
-        "TLS": flags_of(TlsConfig),
-        "health": flags_of(HealthConfig),
-        "observability": flags_of(ObservabilityConfig),
-    }
+    groups = {"topology": flags_of(LaunchConfig), "engines": flags_of(EngineConfig)}
+    groups |= {"hand-off": flags_of(HandoffConfig), "tiers of KV": flags_of(TiersConfig)}
+    groups |= {f"router: {name}": flags_of(concern) for name, concern in _CONCERNS.items()}
+    known = {
+        "policy": POLICIES, "connector": SHIPPED,
+        "tool_parser": TOOL_PARSERS.shipped, "reasoning_parser": REASONING_PARSERS.shipped,
+    }  # fmt: skip
+    for flags in groups.values():  # each may have other values, and is checked later
+        for name in known.keys() & flags.keys():
+            help = f"{flags[name].help}; one of {', '.join(known[name])}"
+            flags[name] = dataclasses.replace(flags[name], details={**flags[name].details, "help": help})
     for role in ROLES:
         groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=("model", "generation_config"))
-    return groups
+    return dict(groups)
 
 
-def _with_choices(flag: Flag, name: str, choices: Iterable[str]) -> Flag:
-    """The flag called `name` with its known values in the help; it may take others, and is checked later."""
-    if flag.name != name:
-        return flag
-    return dataclasses.replace(flag, help=f"{flag.help}; one of {', '.join(choices)}")
-
-
-def _with_parsers(flag: Flag) -> Flag:
-    tools = _with_choices(flag, "tool_parser", TOOL_PARSERS.shipped)
-    return _with_choices(tools, "reasoning_parser", REASONING_PARSERS.shipped)
+def all_flags() -> Flags:
+    """All flags of `pd launch`."""
+    return {name: item for group in flag_groups().values() for name, item in group.items()}
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -88,23 +79,25 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     summary = "start a router, prefill engines and decode engines"
     parser = commands.add_parser(
         "launch",
+        aliases=["serve"],
         help=summary,
-        usage="pd launch [--model DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
+        usage="pd launch [DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
         description=f"{capitalized(summary)}. Ctrl-C stops them once their requests have finished; twice: at once.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML or JSON file of option names and values")
+    parser.add_argument("model_tag", nargs="?", action=Noted, metavar="DIR", help="the same as --model DIR")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by their names")
     for title, flags in flag_groups().items():
-        shown = any(flag.help is not None for flag in flags)
-        group = parser.add_argument_group(title, _GROUPS.get(title)) if shown else parser
+        group = parser if title.endswith("only") else parser.add_argument_group(title, _GROUPS.get(title))
         add_flags(group, flags)
+    add_vllm_flags(parser)
     parser.set_defaults(run=run)
 
 
 def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Deployment:
     """The deployment from flags, environment and file. Raises ConfigError."""
-    flags = [flag for group in flag_groups().values() for flag in group]
+    flags = all_flags()
     values = collect(flags, vars(arguments), environment=environment, file=arguments.config)
     launch = build(LaunchConfig, values)
     if launch.aggregated:
@@ -114,17 +107,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
         launch=launch,
         handoff=build_handoff(values, [prefill, decode]),
         tiers=build_tiers(values),
-        router=RouterConfig(
-            http=build(HttpLimits, values),
-            api=build(HttpApi, values),
-            admission=build(AdmissionConfig, values),
-            access=build(AccessConfig, values),
-            tls=build(TlsConfig, values),
-            health=build(HealthConfig, values),
-            recovery=build(RecoveryConfig, values),
-            reuse=build(ReuseConfig, values),
-            observability=build(ObservabilityConfig, values),
-        ),
+        router=RouterConfig(**{name: build(concern, values) for name, concern in _CONCERNS.items()}),
         prefill=prefill,
         decode=decode,
     )
@@ -152,19 +135,19 @@ def build_tiers(values: Mapping[str, Any]) -> TiersConfig:
     return dataclasses.replace(tiers, kv_store=read_option(tiers.kv_store, "--kv-store"))
 
 
-def _check_no_prefill_options(flags: Sequence[Flag], values: Mapping[str, Any]) -> None:
+def _check_no_prefill_options(flags: Flags, values: Mapping[str, Any]) -> None:
     """Raise ConfigError where options of prefill engines are given that nobody would follow."""
-    for flag in flags:
-        if flag.name in values and flag.name == f"prefill_{flag.option.name}":
+    for name, item in flags.items():
+        if name in values and name == f"prefill_{item.name}":
+            given, common = (flag.replace("_", "-") for flag in (name, item.name))
             raise ConfigError(
-                f"{flag.flag} is given, but prefill = 0 launches no prefill engines: "
-                f"aggregated ones follow --{flag.option.name.replace('_', '-')}"
+                f"--{given} is given, but prefill = 0 launches no prefill engines: aggregated ones follow --{common}"
             )
 
 
 def launch_variables() -> set[str]:
     """The PDKV_* variables of `pd launch`, which are no mistake for other commands either."""
-    return {flag.variable for group in flag_groups().values() for flag in group}
+    return variables_of(all_flags())
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -174,6 +157,5 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.launch.logs import configure_logging
 
     configure_logging("launcher", deployment.launch.log_level, deployment.router.observability.log_format)
-    warn_of_secrets(CONNECTOR_CONFIG, arguments.connector_config or ())
-    warn_of_secrets("--kv-store", [arguments.kv_store or ""])
+    warn_of_given_secrets(arguments)
     return launch(deployment)

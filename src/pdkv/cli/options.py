@@ -10,13 +10,13 @@ import logging
 import os
 import sys
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from pdkv.base.options import Option, did_you_mean, nearest, options_of
-from pdkv.base.secret_options import STORE_SIGN_KEY, has_secret, read_option, without_secrets
+from pdkv.base.options import Option, did_you_mean, nearest, options_of, parse_pairs, read_values
+from pdkv.base.secret_options import STORE_SIGN_KEY, has_secret, without_secrets
+from pdkv.base.vllm_names import SHORT, UNSUPPORTED, VLLM
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 
@@ -46,7 +46,8 @@ class Parser(argparse.ArgumentParser):
         namespace, rest = super().parse_known_args(args, namespace)
         if rest:
             name = rest[0].partition("=")[0]
-            close = nearest(name[2:], [flag[2:] for flag in self._option_string_actions if flag.startswith("--")])
+            flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+            close = nearest(name[2:], [flag for flag in flags if flag.replace("-", "_") not in UNSUPPORTED])
             meant = f" (did you mean '--{close}'?)" if close and name.startswith("--") else ""
             self.error(f"unrecognized argument {name}{meant}")
         return namespace, rest
@@ -63,56 +64,87 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {without_secrets(message)} (see {self.prog} --help)\n")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """An option of a configuration dataclass under the name `name`."""
-
-    name: str  # such as "threads" or "prefill_threads"
-    option: Option
-    help: str | None  # None: not shown
-
-    @property
-    def flag(self) -> str:
-        """The command line's form."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        """The environment's form."""
-        return ENVIRONMENT_PREFIX + self.name.upper()
+Flags = Mapping[str, Option]
+"""Options by the names of their flags, such as "threads" or "prefill_threads"."""
 
 
-def flags_of(config: type, *, role: str = "", exclude: Sequence[str] = ()) -> list[Flag]:
-    """The flags of a configuration dataclass; with `role` its per-role forms."""
-    return [
-        Flag(name=f"{role}_{name}" if role else name, option=item, help=None if role else _help(item))
-        for name, item in options_of(config).items()
-        if name not in exclude
-    ]
+def _as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def _help(item: Option) -> str:
+def _as_variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _other_names(name: str, item: Option) -> list[str]:
+    """Names that mean the same as a flag's: vLLM's, and those that it had before."""
+    names = [*(theirs for theirs, of in VLLM.items() if of.ours == item.name), *item.details.get("was", ())]
+    return [name.removesuffix(item.name) + other for other in names]
+
+
+def variables_of(flags: Flags) -> set[str]:
+    """Their forms in the environment."""
+    return {_as_variable(form) for name, item in flags.items() for form in (name, *_other_names(name, item))}
+
+
+def flags_of(config: type, *, role: str = "", exclude: Sequence[str] = ()) -> dict[str, Option]:
+    """The flags of a configuration; with `role` its per-role forms."""
+    prefix = f"{role}_" if role else ""
+    return {prefix + name: item for name, item in options_of(config).items() if name not in exclude}
+
+
+def with_default(item: Option) -> str:
     """Its help text with its default."""
-    if item.default in (None, dataclasses.MISSING) or item.kind is Path:
+    if item.default in (None, dataclasses.MISSING, (), "") or item.base is Path:
         return item.help
-    shown = format_bytes(item.default).replace(" ", "") if item.is_size else item.default
-    return f"{item.help} (default: {shown})"
+    shown = format_bytes(item.default).replace(" ", "") if "size" in item.details else str(item.default)
+    of_model = "the model's, else " if item.details.get("of_model") else ""
+    return f"{item.help} (default: {of_model}{shown.lower() if item.base is bool else shown})"
 
 
-def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag]) -> None:
-    """Add flags to an argparse parser. Their values stay text: `collect` is the one that checks."""
-    for flag in flags:
-        shown = argparse.SUPPRESS if flag.help is None else flag.help.replace("%", "%%")
-        if flag.option.kind is bool:
-            parser.add_argument(flag.flag, action=argparse.BooleanOptionalAction, default=None, help=shown)
-        elif flag.option.is_map:
-            parser.add_argument(flag.flag, nargs="+", action="extend", help=shown, metavar=flag.option.metavar)
-        else:
-            parser.add_argument(flag.flag, help=shown, metavar=flag.option.metavar)
+class Noted(argparse.Action):
+    """Notes each flag with its value, in their order, as `given`: `collect` reads them."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Called where the flag is, or a positional argument is or lacks."""
+        given: list[tuple[str, Any]] = getattr(namespace, "given", [])
+        if values == []:  # a switch, or no value of one of vLLM's
+            values = not (option_string or "").startswith("--no-")
+        if self.nargs == "+":  # each time there are more
+            values = [*dict(given).get(self.dest, ()), *values]
+            given = [item for item in given if item[0] != self.dest]
+        if values is not None:
+            namespace.given = [*given, (self.dest, values)]
+
+
+def add_flags(parser: argparse._ActionsContainer, flags: Flags) -> None:
+    """Add flags to an argparse parser; help shows none of a role. Values stay text: `collect` checks them."""
+    for name, item in flags.items():
+        shown = with_default(item).replace("%", "%%") if name == item.name else argparse.SUPPRESS
+        nargs = 0 if item.base is bool else "+" if item.is_map or item.is_list else None
+        _add(parser, name, nargs, shown, metavar=item.metavar)
+        for other in _other_names(name, item):
+            _add(parser, other, nargs)
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Add those of vLLM's flags that have no counterpart; help shows none. `collect` accepts or refuses them."""
+    for name, theirs in UNSUPPORTED.items():
+        if _as_flag(name) not in parser._option_string_actions:
+            _add(parser, name, 0 if theirs.is_switch else None if theirs.neutral else "*")
+
+
+def _add(
+    parser: argparse._ActionsContainer, name: str, nargs: int | str | None, help: str = argparse.SUPPRESS, **shown: Any
+) -> None:
+    strings = [_as_flag(name), *(flag for flag, of in SHORT.items() if of == name)]
+    if nargs == 0:
+        strings.append("--no-" + strings[0][2:])
+    parser.add_argument(*strings, dest=name, action=Noted, nargs=nargs, help=help, **shown)
 
 
 def collect(
-    flags: Sequence[Flag],
+    flags: Flags,
     arguments: Mapping[str, Any],
     *,
     environment: Mapping[str, str] | None = None,
@@ -122,85 +154,70 @@ def collect(
     """The values that were given anywhere, by option name, checked and converted.
 
     Args:
-        arguments: what the command line says; None stands for an absent flag.
+        arguments: what the command line says: `given` has the flags and their values.
         environment: where PDKV_* variables are looked up (default: this process's).
         known_variables: PDKV_* variables that are no option here and yet no mistake.
-        file: a TOML or JSON file of option names and values.
+        file: a TOML, YAML or JSON file of option names and values.
 
     Raises:
-        ConfigError: an unknown key, an unknown PDKV_* variable, a value of the wrong kind, or an unreadable file.
+        ConfigError: an unknown key or PDKV_* variable, a value of the wrong kind, two values of one option under
+            two names in one place, or an unreadable file.
     """
+    others = {STORE_SIGN_KEY, *known_variables} - variables_of(flags)
     values: dict[str, Any] = {}
-    by_name = {flag.name: flag for flag in flags}
     if file is not None:
-        for key, value in read_config_file(file).items():
-            name = key.replace("-", "_")
-            if name not in by_name:
-                raise ConfigError(f"{file}: unknown key {key!r}{did_you_mean(name, by_name)}")
-            values[name] = _convert(by_name[name], value, f"{file}: {key}")
-    by_variable = {flag.variable: flag for flag in flags}
-    for variable, text in (os.environ if environment is None else environment).items():
-        if variable in by_variable:
-            flag = by_variable[variable]
-            given = text.split(",") if flag.option.is_map else text
-            values[flag.name] = _convert(flag, given, variable)
-        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in (*known_variables, STORE_SIGN_KEY):
-            raise ConfigError(f"unknown environment variable {variable}{did_you_mean(variable, by_variable)}")
-    for flag in flags:
-        value = arguments.get(flag.name)
-        if value is not None:
-            values[flag.name] = _convert(flag, value, flag.flag)
-    return values
+        table = [(key.replace("-", "_"), value) for key, value in read_config_file(file).items()]
+        values |= read_values(table, flags, owner=f"{file}: ", kind="key", of_vllm=True)
+    variables = [
+        (variable.removeprefix(ENVIRONMENT_PREFIX).lower(), text)
+        for variable, text in (os.environ if environment is None else environment).items()
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in others
+    ]
+    values |= read_values(variables, flags, kind="environment variable", show=_as_variable, of_vllm=True)
+    return values | read_values(arguments.get("given", ()), flags, show=_as_flag, of_vllm=True)
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The table in a .toml or .json file.
+    """The table in a .toml, .yaml or .json file.
 
     Raises:
         ConfigError: it cannot be read, is malformed, or holds no table.
     """
     try:
-        data = path.read_bytes()
-        table = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
+        text = path.read_bytes().decode()
+        if path.suffix in (".yaml", ".yml"):
+            table = _read_yaml(text)
+        else:
+            table = json.loads(text, object_pairs_hook=_table) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # of json, tomllib and decode()
+    except (ValueError, RecursionError) as error:  # of json, tomllib, YAML and decode()
         raise ConfigError(f"{path}: malformed: {error}") from None
-    if not isinstance(table, dict):
+    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"{path}: a table of options was expected, got {type(table).__name__}")
     return table
 
 
-def _convert(flag: Flag, value: Any, where: str) -> Any:
-    """A value of the option's kind from text (command line, environment) or from a file's own types."""
-    if flag.option.is_map:
-        return convert_map(value, where)
+def _read_yaml(text: str) -> Any:
+    """Raises ValueError."""
+    import yaml  # type: ignore[import-untyped]
+
     try:
-        return flag.option.convert(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        node = yaml.compose(text, yaml.SafeLoader)
+        if isinstance(node, yaml.MappingNode):
+            _table([(key.value, value) for key, value in node.value])
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
-def convert_map(value: Any, where: str) -> dict[str, str]:
-    """KEY=VALUE texts, or a file's table of scalars; of KEY=@FILE the value is what the file holds.
-
-    Raises:
-        ConfigError: it is neither, or such a file cannot be read; `where` says whose it is.
-    """
-    if isinstance(value, dict):
-        if not all(isinstance(v, str | int | float) for v in value.values()):
-            raise ConfigError(f"{where}: a table of plain values was expected, got {value!r}")
-        texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()}
-        return {k: read_option(text, f"{where}: {k}") for k, text in texts.items()}
-    if not isinstance(value, list):
-        raise ConfigError(f"{where}: KEY=VALUE was expected, got {value!r}")
-    pairs: dict[str, str] = {}
-    for text in value:
-        key, separator, setting = text.partition("=") if isinstance(text, str) else ("", "", "")
-        if not (separator and key.strip()) or "://" in key:  # a URL without its key
-            raise ConfigError(f"{where}: KEY=VALUE was expected, got {without_secrets(repr(text))}")
-        pairs[key.strip()] = read_option(setting, f"{where}: {key.strip()}")
-    return pairs
+def _table(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Raises ValueError for a key that is there twice."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is there twice")
+    return dict(pairs)
 
 
 CONNECTOR_CONFIG = "--connector-config"
@@ -209,7 +226,17 @@ CONNECTOR_CONFIG = "--connector-config"
 def connector_options(texts: Sequence[str]) -> dict[str, str]:
     """The options of --connector-config where there is only the flag; warns of a password. Raises ConfigError."""
     warn_of_secrets(CONNECTOR_CONFIG, texts)
-    return convert_map(texts, CONNECTOR_CONFIG)
+    try:
+        return parse_pairs(list(texts))
+    except ConfigError as error:
+        raise ConfigError(f"{CONNECTOR_CONFIG}: {error}") from None
+
+
+def warn_of_given_secrets(arguments: argparse.Namespace) -> None:
+    """Warn of passwords on the command line, once an option."""
+    for name, value in getattr(arguments, "given", ()):
+        if name in ("connector_config", "kv_store"):
+            warn_of_secrets(_as_flag(name), value if isinstance(value, list) else [value])
 
 
 def warn_of_secrets(flag: str, texts: Sequence[str]) -> None:
@@ -231,13 +258,10 @@ def build(config: type[Config], values: Mapping[str, Any], *, role: str = "") ->
     Raises:
         ConfigError: the dataclass refuses a value.
     """
-    fields: dict[str, Any] = {}
     for name, wanted in options_of(config).items():
         if wanted.required and name not in values:
             raise ConfigError(f"--{name.replace('_', '-')} {wanted.metavar} is needed: {wanted.help}")
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]
-        for name in (f"{role}_{item.name}", item.name) if role else (item.name,):
-            if name in values:
-                fields[item.name] = values[name]
-                break
+    fields = {name: values[name] for name in options_of(config) if name in values}
+    if role:
+        fields |= {name: values[f"{role}_{name}"] for name in options_of(config) if f"{role}_{name}" in values}
     return config(**fields)

@@ -17,8 +17,9 @@ from pdkv.errors import ConfigError, DiedEarly, MalformedMessage, OtherRankGone,
 from pdkv.host.memory_limits import num_oom_kills
 from pdkv.host.process_info import process_name
 from pdkv.launch.fork_server import ENVIRONMENT
-from pdkv.launch.specs import KNOWN, EngineSpec, Identified, Progress, RouterSpec, StartFailed, decode_ack, encode
+from pdkv.launch.specs import KNOWN, EngineSpec, Identified, Progress, StartFailed, decode_ack, encode
 from pdkv.models.rank_sockets import connect_ranks
+from pdkv.router.spec import RouterSpec
 
 _MAX_ACK_BYTES = 64 * 1024
 

@@ -5,54 +5,54 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from pdkv.base.limits import MAX_WAIT_S
-from pdkv.base.options import check_bounds, option, seconds
+from pdkv.base.options import Names, Natural, Options, Positive, option
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
 from pdkv.wire.kv import Order
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Options):
     """The topology and its front."""
 
-    prefill: int = option(1, "number of prefill engines; 0 = aggregated engines, as many as --decode says", ge=0)
-    decode: int = option(1, "number of decode engines", ge=0)
+    prefill: Natural = option(1, "number of prefill engines; 0 = aggregated engines, as many as --decode says")
+    decode: Natural = option(1, "number of decode engines")
     remote_engines: Mapping[str, str] = option(
         {}, "engines that `pd engine` runs on other hosts, by their names", metavar="NAME=tcp://HOST:PORT"
     )
     cluster_key_file: Path | None = option(
         None, "file with the secret that this launch and its remote engines share", metavar="FILE"
     )
-    kv_shards: int | None = option(
-        None, "stores only: the least common multiple of the tp of all engines (default: of those started here)", ge=1
+    kv_shards: Positive | None = option(
+        None, "stores only: the least common multiple of the tp of all engines (default: of those started here)"
     )
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 = any free one", ge=0, le=65535)
+    port: Annotated[int, Meta(ge=0, le=65535)] = option(8000, "port to listen on; 0 = any free one")
     policy: str = option("prefix_aware", "how the router chooses engines", metavar="NAME")
     order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
         "auto", "which engine is asked first; auto: the one that the router prefers of those that the connector allows"
     )
-    served_model_name: str | None = option(None, "the model's name in the API (default: its directory's name)")
+    served_model_name: Names = option(
+        (), "the model's name in the API, and others that mean it (default: its directory's name)", metavar="NAME"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "minimum level of the log lines on stderr")
-    start_timeout_s: float = seconds(120.0, "how long a process may take to become ready", le=MAX_WAIT_S)
-    drain_s: float = option(
-        30.0,
-        "how long running requests may go on after a stop, or before an engine is stopped; 0 = not at all",
-        ge=0,
-        le=MAX_WAIT_S,
+    start_timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = option(
+        120.0, "how long a process may take to become ready"
+    )
+    drain_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = option(
+        30.0, "how long running requests may go on after a stop, or before an engine is stopped; 0 = not at all"
     )
     start_method: Literal["fork", "spawn"] = option(
         "fork", "fork: from one process that has imported torch; spawn: each imports"
     )
 
     def __post_init__(self) -> None:
-        check_bounds(self)
-        if self.served_model_name == "":
-            raise ConfigError("served_model_name must not be empty")
+        super().__post_init__()
         if not self.remote_engines and not self.decode:
             raise ConfigError("decode must be at least 1 where there are no --remote-engines, got 0")
         if self.remote_engines and self.cluster_key_file is None:
@@ -77,8 +77,7 @@ class LaunchConfig:
         return not self.prefill and not self.remote_engines
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostedEngine:
+class HostedEngine(Options):
     """The options of `pd engine` beside those of the engine and the hand-off."""
 
     name: str = option(help="the engine's name, as --remote-engines has it")
@@ -87,15 +86,15 @@ class HostedEngine:
     cluster_key_file: Path = option(
         help="file with the secret that it shares with the launch of its router", metavar="FILE"
     )
-    kv_shards: int | None = option(
-        None, "stores only: the least common multiple of the tp of all engines (default: its own)", ge=1
+    kv_shards: Positive | None = option(
+        None, "stores only: the least common multiple of the tp of all engines (default: its own)"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level of the log lines on stderr")
     log_format: Literal["text", "json"] = option("text", "form of the log lines on stderr")
-    start_timeout_s: float = seconds(120.0, "how long it may take to become ready", le=MAX_WAIT_S)
+    start_timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = option(120.0, "how long it may take to become ready")
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         check_engine_name(self.name)
         check_endpoint(self.listen)
 

@@ -127,7 +127,7 @@ def check_processors(deployment: Deployment) -> None:
 
     Prefill draws a request's first token, decode the others.
     """
-    prefill, decode = deployment.prefill.processor_names, deployment.decode.processor_names
+    prefill, decode = deployment.prefill.logits_processors, deployment.decode.logits_processors
     for name in {**dict.fromkeys(prefill), **dict.fromkeys(decode)}:
         LOGITS_PROCESSORS.target(name)
     if deployment.launch.prefill and {*prefill} != {*decode}:

@@ -14,9 +14,10 @@ from pdkv.launch.devices import place_on_devices
 from pdkv.launch.host_memory import DIRECTORY
 from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.run_dir import RunDirectory
-from pdkv.launch.specs import EngineSpec, RouterSpec
+from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet
 from pdkv.router.engines.address import EngineAddress, Role
+from pdkv.router.spec import RouterSpec
 
 _DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
 
@@ -53,11 +54,11 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
             *(EngineAddress(name, "any", endpoint) for name, endpoint in launch.remote_engines.items()),
         ],
         model=model,
-        served_model_name=launch.served_model_name
-        or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
+        served_model_names=list(launch.served_model_name)
+        or [_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name],
         policy=launch.policy,
         generation_config=deployment.prefill.generation_config,
-        logits_processors=list(deployment.decode.processor_names),
+        logits_processors=list(deployment.decode.logits_processors),
         run_dir=run_dir.path,
         orders=launch.orders,
         log_level=launch.log_level,

@@ -9,9 +9,9 @@ from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.run_dir import ADMIN_SOCKET, MARKS_FILE
-from pdkv.launch.specs import RouterSpec, decode_router_spec, take_spec
-from pdkv.router.engines.fleet import ORDERS
+from pdkv.launch.specs import decode_router_spec, take_spec
 from pdkv.router.process import run_router
+from pdkv.router.spec import RouterSpec
 
 _LIFELINE_GRACE_S = 3.0  # above what connections have to end after a stop
 
@@ -30,23 +30,11 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
     ack = Acknowledger(ack_fd)
     try:
         return run_router(
-            router_id=spec.router_id,
+            spec,
             listen_fd=listen_fd,
-            engines=spec.engines,
-            model=spec.model,
-            served_model_name=spec.served_model_name,
-            policy=spec.policy,
-            orders=spec.orders or ORDERS,
-            await_all=spec.await_all,
-            config=spec.config,
-            generation_config=spec.generation_config,
-            logits_processors=spec.logits_processors,
-            identity=spec.identity,
             lifeline_fd=lifeline_fd,
             admin_socket=spec.run_dir / ADMIN_SOCKET if spec.run_dir is not None else None,
             marks_file=spec.run_dir / MARKS_FILE if spec.run_dir is not None else None,
-            drain_s=spec.drain_s,
-            cluster_key_file=spec.cluster_key_file,
             on_ready=ack.ready,
         )
     except StartGivenUp:

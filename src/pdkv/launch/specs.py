@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
+from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.plan import ConnectorPlan
-from pdkv.router.engines.address import EngineAddress, Role
+from pdkv.router.engines.address import Role
+from pdkv.router.spec import RouterSpec
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.kv import Order
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,26 +39,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     def process_name(self) -> str:
         """Of the rank's process, such as "decode-0" for rank 0 and "decode-0.1" for rank 1."""
         return f"{self.name}.{self.rank}" if self.rank else self.name
-
-
-class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The router process."""
-
-    router_id: str
-    engines: list[EngineAddress]
-    model: Path
-    served_model_name: str
-    policy: str
-    run_dir: Path | None = None  # as in EngineSpec
-    orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
-    identity: str = ""  # of the model that engines must have; empty: the first engine's
-    await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
-    log_level: str = "info"
-    config: RouterConfig = RouterConfig()
-    generation_config: Literal["auto", "none"] = "auto"
-    logits_processors: list[str] = []  # names of those that engines have
-    drain_s: float = 0.0  # how long requests may go on after SIGTERM
-    cluster_key_file: Path | None = None  # of engines at tcp:// endpoints
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

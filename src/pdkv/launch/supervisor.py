@@ -26,8 +26,9 @@ from pdkv.launch.children import (
 )
 from pdkv.launch.deployment_model import DeploymentModel
 from pdkv.launch.keeper import Care, Keeper
-from pdkv.launch.specs import EngineSpec, RouterSpec
+from pdkv.launch.specs import EngineSpec
 from pdkv.router.engines.address import EngineAddress
+from pdkv.router.spec import RouterSpec
 from pdkv.wire.refusal_note import RefusalNote
 
 _ROUTER = "router"

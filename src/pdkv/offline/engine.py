@@ -124,11 +124,7 @@ def read_config(
     Raises:
         ConfigError: a wrong field, or a connector that cannot serve one engine alone.
     """
-    given = {"model": Path(model), **fields}
-    names = given.get("logits_processors")
-    if isinstance(names, list | tuple):  # of Python's callers; flags are texts
-        given["logits_processors"] = ",".join(map(str, names)) or None
-    config = from_fields(EngineConfig, given, owner=owner)
+    config = from_fields(EngineConfig, {"model": Path(model), **fields}, owner=owner)
     return config, *_plan_connector(connector, connector_config)
 
 

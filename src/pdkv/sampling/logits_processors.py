@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdkv.base.registry import Registry
-from pdkv.errors import ConfigError, InvalidRequest
+from pdkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,18 +67,6 @@ class LogitsProcessor(ABC):
 LOGITS_PROCESSORS: Registry[LogitsProcessor] = Registry(
     "logits processor", "pdkv.sampling.logits_processors", {}, f"{__name__}:LogitsProcessor"
 )
-
-
-def split_names(text: str | None) -> tuple[str, ...]:
-    """The names of `--logits-processors`, each once.
-
-    Raises:
-        ConfigError: one of them is empty.
-    """
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text else ()
-    if not all(names):
-        raise ConfigError(f"logits_processors: names, separated by commas, were expected, got {text!r}")
-    return names
 
 
 def check_known(asked: Iterable[str], names: Iterable[str]) -> None:

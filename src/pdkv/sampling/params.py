@@ -1,29 +1,27 @@
 """How tokens are drawn and when generation ends; shared by the router, the engines and the offline API."""
 
 import enum
-import math
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from pdkv.base.limits import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_N,
-    MAX_STOP_TOKEN_IDS,
-    check_bad_words,
-    check_count,
-    check_processor_arguments,
-    check_stops,
-    clip,
-)
+from pdkv.base.limits import MAX_LOGIT_BIAS, MAX_N, MAX_STOPS, check_bytes, check_processor_arguments, clip
+from pdkv.base.options import Option, options_of
 from pdkv.errors import InvalidRequest
 from pdkv.sampling.shape import Grammar, StructuredOutputs
 
 MAX_LOGPROBS = 20
+
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
+"""Token sequences that one request may forbid, and tokens of all together: they are compared with the output in each
+step (as in vLLM). A bad word may be two, see `pdkv.text.bad_words`.
+"""
+
+MAX_TEXT_BYTES = 4096
+"""UTF-8 of all of one request's stop strings: an automaton has a state per character; and of its bad words."""
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are 0: vLLM's _SAMPLING_EPS."""
@@ -37,37 +35,71 @@ class RequestOutputKind(enum.StrEnum):
     FINAL_ONLY = "final_only"  # all, once, at the end
 
 
+def _param(help: str = "", *, body: Literal["any", "none"] = "any", of_model: bool = False, **bounds: Any) -> Meta:
+    """What there is to say of a parameter beside its type.
+
+    Args:
+        help: of its flag of `pd generate`; "": it has none.
+        body: "any": each request over HTTP has a field of its name and type; "none": some may declare their own.
+        of_model: whether a model's generation_config.json may give its default.
+        bounds: of the value, or of its length.
+    """
+    return Meta(description=help, extra={"body": body, "of_model": of_model}, **bounds)
+
+
+_MOST = sys.float_info.max  # infinity is no value
+_Text = Annotated[str, Meta(min_length=1)]
+_Word = Annotated[str, Meta(pattern=r"\S")]
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request; field names are OpenAI's and vLLM's.
+
+    A field's declaration is all that there is of a parameter: requests over HTTP, `pd generate`, a model's
+    generation_config.json, messages to engines and every check read it here.
 
     `seed` is drawn by the router (or `LLM`) where the client gave none, so that on the wire it is always set:
     the token at output position i is a pure function of (seed, choice, i) and the logits.
     """
 
-    temperature: float = 1.0  # below GREEDY_BELOW: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1 = all
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    seed: int | None = None
-    n: int = 1
-    max_tokens: int | None = 16  # None = up to the model's length
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    allowed_token_ids: tuple[int, ...] | None = None  # no other token is drawn; None = all may be
-    bad_words: tuple[str, ...] = ()  # texts that the output may not hold; whoever has the tokenizer makes them:
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows its others
-    logits_processors: dict[str, dict[str, Any]] = {}  # arguments by name: JSON objects, as the processor takes them
-    logprobs: int | None = None  # number of alternatives per output token; 0 = the sampled token only
-    prompt_logprobs: int | None = None
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`; LLM and the router look at none
-    structured_outputs: StructuredOutputs | None = None  # the answer's shape; whoever checks it makes of it:
-    grammar: Grammar | None = None  # no token is drawn that it does not allow
+    # fmt: off
+    temperature: Annotated[float, _param("0 = greedy", of_model=True, ge=0, le=_MOST)] = 1.0  # see GREEDY_BELOW
+    top_p: Annotated[float, _param("least probability mass to draw from", of_model=True, gt=0, le=1)] = 1.0
+    top_k: Annotated[int, _param("number of most likely tokens to draw from; 0 or -1 = all",
+                                 of_model=True, ge=-1, lt=2**31)] = 0
+    min_p: Annotated[float, _param("least probability of a token, relative to the most likely one",
+                                   of_model=True, ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, _param("above 1: tokens of the prompt and the output become less likely",
+                                                of_model=True, gt=0, le=_MOST)] = 1.0
+    presence_penalty: Annotated[float, _param("above 0: tokens of the output become less likely",
+                                              of_model=True, ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, _param(
+        "above 0: tokens become less likely with each occurrence in the output", of_model=True, ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[int, _Bias], _param(max_length=MAX_LOGIT_BIAS)] = {}
+    seed: Annotated[int, _param("the same seed gives the same tokens", ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, _param("number of completions per prompt", body="none", ge=1, le=MAX_N)] = 1
+    max_tokens: Annotated[int, _param("most tokens per completion", body="none", of_model=True,
+                                      ge=1, lt=2**31)] | None = 16  # None = up to the model's length
+    min_tokens: Annotated[int, _param("tokens before a completion may end", ge=0, lt=2**31)] = 0
+    stop: Annotated[tuple[_Text, ...], _param("texts that end it", max_length=MAX_STOPS)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], _param("ids that end it", max_length=256)] = ()
+    ignore_eos: Annotated[bool, _param("continue past the end-of-sequence token")] = False
+    allowed_token_ids: Annotated[tuple[int, ...], _param("the only ids to draw from", min_length=1,
+                                                         max_length=8192)] | None = None  # None = all
+    bad_words: Annotated[tuple[_Word, ...], _param("words that the output must not hold",
+                                                   max_length=MAX_BAD_WORDS)] = ()  # the tokenizer makes of them:
+    bad_words_token_ids: Annotated[tuple[tuple[int, ...], ...], _param(body="none")] = ()  # the last token of each
+    # never follows its others
+    logits_processors: Annotated[dict[str, dict[str, Any]], _param(max_length=8)] = {}  # arguments
+    # by name: JSON objects, as the processor takes them
+    logprobs: Annotated[int, _param("number of alternatives to report per token (with --json)", body="none",
+                                    ge=0, le=MAX_LOGPROBS)] | None = None  # 0 = the sampled token only
+    prompt_logprobs: Annotated[int, _param(body="none", ge=0, le=MAX_LOGPROBS)] | None = None
+    output_kind: Annotated[RequestOutputKind, _param(body="none")] = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`
+    structured_outputs: Annotated[StructuredOutputs, _param(body="none")] | None = None  # what checks it makes of it:
+    grammar: Annotated[Grammar, _param(body="none")] | None = None  # no token is drawn that it does not allow
+    # fmt: on
 
     @property
     def greedy(self) -> bool:
@@ -84,38 +116,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bad word. Raises InvalidRequest naming the first field of another type, or out of its range.
         """
         values: dict[str, Any] = {}
-        for field in _FIELDS:
-            value = getattr(self, field.name)
-            if value is field.default or (value is None and field.name in _NONE_IS_DEFAULT):
-                continue
-            one_text = isinstance(value, str) and field.name in ("stop", "bad_words")
-            values[field.name] = as_type((value,) if one_text else value, field.type, field.name)
+        for name, item in _PARAMS.items():
+            value = getattr(self, name)
+            if value is not item.default and value is not None:
+                one_text = isinstance(value, str) and name in ("stop", "bad_words")
+                values[name] = _as_param((value,) if one_text else value, item)
+            elif value is None and item.optional:
+                values[name] = None  # of max_tokens it is no bound
         params = SamplingParams(**values)
-        params.validate()
+        params._check_together()
         return params
 
     def validate(self) -> None:
         """Raise InvalidRequest naming the first field that is out of its range."""
-        for name, accepts, expected in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not accepts(value):
-                raise InvalidRequest(f"{name} must be {expected}, got {value!r}", param=name)
+        self.checked()
+
+    def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
             )
-        check_stops(self.stop)
-        check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        check_bad_words(self.bad_words)
+        check_bytes("stop", self.stop, MAX_TEXT_BYTES)
+        check_bytes("bad_words", self.bad_words, MAX_TEXT_BYTES)
         check_processor_arguments(self.logits_processors)
-        self._check_token_lists()
+        self._check_bad_word_ids()
         self._check_grammar()
-        for token_id, bias in self.logit_bias.items():
-            if not -100.0 <= bias <= 100.0:
-                raise InvalidRequest(
-                    f"logit_bias must be in [-100, 100], got {bias!r} for token {token_id}", param="logit_bias"
-                )
 
     def _check_grammar(self) -> None:
         if self.grammar is not None:
@@ -126,14 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 param="ignore_eos",
             )
 
-    def _check_token_lists(self) -> None:
-        if self.allowed_token_ids is not None:
-            check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
-            if not self.allowed_token_ids:
-                raise InvalidRequest(
-                    "allowed_token_ids must not be empty: leave it out where all tokens are allowed",
-                    param="allowed_token_ids",
-                )
+    def _check_bad_word_ids(self) -> None:
         if self.bad_words_token_ids:
             words = self.bad_words_token_ids
             num_tokens = sum(map(len, words))
@@ -154,7 +172,8 @@ def as_type(value: Any, kind: Any, name: str) -> Any:
     try:
         return msgspec.convert(msgspec.to_builtins(value, enc_hook=_of_numpy), kind)
     except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
-        choices = f", one of {', '.join(kind)} was expected" if kind is RequestOutputKind else ""
+        is_output_kind = getattr(kind, "__origin__", None) is RequestOutputKind
+        choices = f", one of {', '.join(RequestOutputKind)} was expected" if is_output_kind else ""
         raise InvalidRequest(f"{name}={clip(repr(value))}: {error}{choices}", param=name) from None
 
 
@@ -164,21 +183,25 @@ def _of_numpy(value: Any) -> Any:
     return value.tolist()
 
 
-_FIELDS = msgspec.structs.fields(SamplingParams)
-_NONE_IS_DEFAULT = ("stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors")
+_PARAMS = options_of(SamplingParams)
 
-_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda v: v >= 0.0 and math.isfinite(v), "a finite number of at least 0"),
-    ("top_p", lambda v: 0.0 < v <= 1.0, "in (0, 1]"),
-    ("top_k", lambda v: -1 <= v < 2**31, "-1 or 0 (all), or at least 1 and below 2**31"),
-    ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),
-    ("repetition_penalty", lambda v: v > 0.0 and math.isfinite(v), "a finite number above 0"),
-    ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
-    ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
-    ("seed", lambda v: -(2**63) <= v < 2**63, "a 64-bit integer"),
-    ("n", lambda v: 1 <= v <= MAX_N, f"in [1, {MAX_N}]"),
-    ("max_tokens", lambda v: 1 <= v < 2**31, "at least 1 and below 2**31"),
-    ("min_tokens", lambda v: 0 <= v < 2**31, "at least 0 and below 2**31"),
-    ("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
-    ("prompt_logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
-)
+
+def _as_param(value: Any, item: Option) -> Any:
+    """A parameter of the right type, and in its range. Raises InvalidRequest."""
+    if isinstance(value, int | float):
+        whole = item.base is int and isinstance(value, float) and value.is_integer()  # as JSON has them
+        try:
+            return msgspec.convert(int(value) if whole else value, item.kind)
+        except msgspec.ValidationError:
+            raise InvalidRequest(f"{item.name} must be {item.expected}, got {value!r}", param=item.name) from None
+    most = item.bounds.get("max_length")
+    if most is not None and isinstance(value, Collection) and len(value) > most:
+        raise InvalidRequest(f"{item.name} must have at most {most} entries, got {len(value)}", param=item.name)
+    return as_type(value, item.kind, item.name)
+
+
+PARAMS_IN_BODIES = [name for name, item in _PARAMS.items() if item.details["body"] == "any"]
+"""Parameters that each request over HTTP has a field of."""
+
+PARAMS_OF_MODELS = [name for name, item in _PARAMS.items() if item.details["of_model"]]
+"""Parameters that a model may have a default for."""

@@ -6,12 +6,13 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from pdkv.base.options import check_bounds, from_fields, option, options_of
+from pdkv.base.options import Options, from_fields, option, options_of
 from pdkv.config import DEFAULT_MODEL, PACED
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config import ModelConfig, load_model_config
@@ -31,22 +32,22 @@ _MIX, _MIX_AGAIN, _WORD = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, (1 << 64) - 1
 _ANSWER, _WEIGHT, _MASK = (int.from_bytes(name, "little") for name in (b"answers_", b"weights_", b"masks___"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Options):
     """A kind of engine: how long a step takes, and the shape of its KV. A TOML file has these fields, all needed."""
 
-    step_s: float = option(help="of any step that computes something", gt=0, le=60)
-    row_s: float = option(help="for each request that decodes", ge=0, le=60)
-    prompt_token_s: float = option(help="for each token of a prompt", ge=0, le=60)
-    context_token_s: float = option(help="for each token that a request has in the cache after the step", ge=0, le=60)
-    num_layers: int = option(help="of the KV", ge=1, le=1024)
-    num_kv_heads: int = option(help="of the KV", ge=1, le=1024)
-    head_size: int = option(help="float32 values of a head in K, and in V", ge=8, multiple_of=8, le=4096)
-    max_model_len: int = option(help="most tokens of prompt + output", ge=16, le=1 << 24)
-    vocab_size: int = option(help="token ids that prompts may have", ge=_ANSWERS.stop, le=1 << 24)
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    step_s: Annotated[float, Meta(gt=0, le=60)] = option(help="of any step that computes something")
+    row_s: Annotated[float, Meta(ge=0, le=60)] = option(help="for each request that decodes")
+    prompt_token_s: Annotated[float, Meta(ge=0, le=60)] = option(help="for each token of a prompt")
+    context_token_s: Annotated[float, Meta(ge=0, le=60)] = option(
+        help="for each token that a request has in the cache after the step"
+    )
+    num_layers: Annotated[int, Meta(ge=1, le=1024)] = option(help="of the KV")
+    num_kv_heads: Annotated[int, Meta(ge=1, le=1024)] = option(help="of the KV")
+    head_size: Annotated[int, Meta(ge=8, le=4096, multiple_of=8)] = option(
+        help="float32 values of a head in K, and in V"
+    )
+    max_model_len: Annotated[int, Meta(ge=16, le=1 << 24)] = option(help="most tokens of prompt + output")
+    vocab_size: Annotated[int, Meta(ge=_ANSWERS.stop, le=1 << 24)] = option(help="token ids that prompts may have")
 
     def seconds(self, num_rows: int, num_prompt_tokens: int, num_context_tokens: int) -> float:
         """The step-time curve."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdkv.base.limits import check_bad_words, clip
+from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 from pdkv.sampling.params import SamplingParams
 from pdkv.text.tokenizer import Tokenizer
@@ -17,9 +17,8 @@ def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tupl
     space. What spells the word by other tokens is not found, as in vLLM.
 
     Raises:
-        InvalidRequest: too many words or bytes, or a word without a token.
+        InvalidRequest: a word without a token.
     """
-    check_bad_words(words)
     sequences = []
     for word in dict.fromkeys(words):
         bare, spaced = (

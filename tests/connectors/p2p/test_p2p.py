@@ -158,7 +158,7 @@ def test_a_hundred_transfers_at_once(make_engine: Engines) -> None:
         assert decode.outcome("receiving", TransferKey(f"t{i}", 1)).code == ""
         assert prefill.outcome("sending", TransferKey(f"t{i}", 1)).code == ""
         decode.check(target, kv)
-    assert [worker.num_groups for worker in prefill.workers] == [1, 1]
+    assert [worker.num_links for worker in prefill.workers] == [1, 1]
 
 
 def test_one_prefill_serves_several_decodes_and_the_other_way_round(make_engine: Engines) -> None:
@@ -225,7 +225,7 @@ def test_peers_that_do_not_fit_are_refused_from_their_cards(make_engine: Engines
     [
         ({"port": "1"}, "unknown option 'port'; known: handshake_timeout_s, host, idle_s"),
         ({"idle_s": "0"}, "number of seconds"),
-        ({"max_groups": "0"}, "at least 1"),
+        ({"max_links": "0"}, "at least 1"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, str], text: str) -> None:
@@ -364,7 +364,7 @@ def test_sends_to_a_peer_that_left_fail_and_its_successor_gets_a_group_of_its_ow
     assert prefill.outcome("sending", TransferKey("u", 1)).code == "stale_epoch"
     successor.meet(prefill.card)
     move(prefill, successor, "v")
-    assert prefill.workers[0].num_groups == 2
+    assert prefill.workers[0].num_links == 2
 
 
 def test_links_of_a_peer_that_left_end(make_engine: Engines) -> None:
@@ -390,12 +390,12 @@ def test_idle_groups_are_closed_and_made_again(make_engine: Engines) -> None:
     for i in range(2):
         move(prefill, decode, f"t{i}")
         wait_for_no_links(prefill, decode)
-    assert prefill.workers[0].num_groups == 2
+    assert prefill.workers[0].num_links == 2
 
 
 @pytest.mark.parametrize("tp", [(1, 4), (4, 1)])
 def test_groups_are_bounded_on_either_side(make_engine: Engines, tp: tuple[int, int]) -> None:
-    prefill, decode = pair(make_engine, tp, max_groups="2")
+    prefill, decode = pair(make_engine, tp, max_links="2")
     for i in range(5):
         move(prefill, decode, f"t{i}")
         for worker in (*prefill.workers, *decode.workers):

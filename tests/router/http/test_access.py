@@ -428,7 +428,7 @@ def test_pages_of_other_origins_may_not_use_the_api_unless_they_are_named(tmp_pa
     ask = {"origin": "https://chat.example", "access-control-request-method": "POST"}
     rig = Rig(tmp_path, say(ids("ok")))
     assert "access-control-allow-origin" not in run(call(rig.app, "OPTIONS", "/v1/completions", None, ask)).headers
-    rig = Rig(tmp_path, say(ids("ok")), cors_origin="https://chat.example, https://other.example")
+    rig = Rig(tmp_path, say(ids("ok")), cors_origin=("https://chat.example", "https://other.example"))
     allowed = run(call(rig.app, "OPTIONS", "/v1/completions", None, ask))
     assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, "https://chat.example")
     foreign = run(call(rig.app, "OPTIONS", "/v1/completions", None, ask | {"origin": "https://evil.example"}))

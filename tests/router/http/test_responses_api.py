@@ -499,7 +499,7 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "allowed: 'auto'"),
         ({"include": ["thoughts"]}, "include[0]", "'thoughts' is not supported"),
         ({"top_logprobs": 3}, "top_logprobs", "needs include to hold 'message.output_text.logprobs'"),
-        ({"top_logprobs": 21, **WITH_LOGPROBS}, "top_logprobs", "[0, 20]"),
+        ({"top_logprobs": 21, **WITH_LOGPROBS}, "top_logprobs", "up to 20, got 21"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"max_output_tokens": 2000}, "max_output_tokens", "the model's length of 2000"),
         ({"max_output_tokens": "5"}, "max_output_tokens", "int"),

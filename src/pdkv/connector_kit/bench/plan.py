@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pdkv.connector_kit.bench.aged_pools import PATTERNS
 from pdkv.connector_kit.bench.layouts import parse_layout
@@ -35,7 +36,7 @@ class Plan:
     producer: Shape
     consumer: Shape
     tokens: Sequence[int]
-    patterns: Sequence[str] = ("aged", "contiguous")
+    patterns: Sequence[str] = tuple(PATTERNS)
     repeats: int = 7
     piece_bytes: int = 0  # of the bare transport in pieces; 0: one per (layer, K or V, block)
     one_process: bool = False  # both engines in one process, for stores that are one's own
@@ -47,28 +48,23 @@ class Plan:
 def make_plan(
     connector: str,
     *,
-    options: Mapping[str, str],
     layout: str,
     tokens: Sequence[int],
     tp_pair: tuple[int, int] = (1, 1),
     block_sizes: tuple[int, int] = (16, 16),
-    repeats: int = 7,
-    patterns: Sequence[str] = (),
-    piece_bytes: int = 0,
-    one_process: bool = False,
     region_bytes: int = BEYOND_CACHE_BYTES,
-    bare: bool = True,
-    kv_checksum: ChecksumMode = "on",
+    **fields: Any,
 ) -> Plan:
-    """A plan whose pools are large enough. Raises ConfigError for a layout that is none."""
+    """A plan whose pools are large enough; `fields` are others of its own. Raises ConfigError for a layout that is
+    none.
+    """
     producer, consumer = (
         sized(parse_layout(layout, tp=tp, block_size=size), max(tokens), region_bytes)
         for tp, size in zip(tp_pair, block_sizes, strict=True)
     )
     return Plan(
-        connector=connector, options=options, layout=layout, producer=producer, consumer=consumer, tokens=tokens,
-        patterns=patterns or tuple(PATTERNS), repeats=repeats, piece_bytes=piece_bytes, one_process=one_process,
-        region_bytes=region_bytes, bare=bare, kv_checksum=kv_checksum,
+        connector=connector, layout=layout, producer=producer, consumer=consumer, tokens=tokens,
+        region_bytes=region_bytes, **fields,
     )  # fmt: skip
 
 

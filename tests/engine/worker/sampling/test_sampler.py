@@ -335,7 +335,7 @@ def test_any_finite_temperature_is_one(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf, -math.inf])
 def test_what_is_no_temperature_is_refused(temperature: float) -> None:
-    with pytest.raises(InvalidRequest, match="temperature must be a finite number of at least 0"):
+    with pytest.raises(InvalidRequest, match="temperature must be a number of at least 0"):
         params(temperature=temperature).validate()
 
 

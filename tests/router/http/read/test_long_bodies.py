@@ -184,7 +184,7 @@ def test_the_arguments_of_a_call_are_counted_without_a_copy() -> None:
     call = ToolCall(function=ToolFunction(name="f", arguments="[" + "[5]," * (SIZE // 4) + "5]"))
     body = ChatBody(model="m", messages=[Message(role="assistant", tool_calls=[call])])
     model = ServedModel(
-        name="m", tokenizer=tokenizer(), vocab_size=256, eos_token_ids=(), max_model_len=SIZE, sampling_defaults={}
+        names=("m",), tokenizer=tokenizer(), vocab_size=256, eos_token_ids=(), max_model_len=SIZE, sampling_defaults={}
     )
     assert peak_of(lambda: read_conversation(body, model, lambda: False)) < 0.75 * SIZE
 

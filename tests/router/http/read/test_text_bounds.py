@@ -142,7 +142,7 @@ def test_a_text_full_of_brackets_and_quotes_is_a_text() -> None:
 
 def served_model(max_model_len: int) -> ServedModel:
     return ServedModel(
-        name=MODEL,
+        names=(MODEL,),
         tokenizer=tokenizer(),
         vocab_size=tokenizer().vocab_size,
         eos_token_ids=(1,),

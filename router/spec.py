@@ -1,0 +1,31 @@
+"""What a router is told when it starts: plain data, as JSON."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pdkv.config import RouterConfig
+from pdkv.router.engines.address import EngineAddress
+from pdkv.router.routing.policies import DEFAULT_POLICY
+from pdkv.wire.kv import Order
+
+
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The router process."""
+
+    router_id: str
+    engines: list[EngineAddress]
+    model: Path
+    served_model_names: list[str]  # the first is that of answers
+    policy: str = DEFAULT_POLICY
+    run_dir: Path | None = None  # the launch's private directory, deleted by whoever outlives the launcher
+    orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
+    identity: str = ""  # of the model that engines must have; empty: the first engine's
+    await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
+    log_level: str = "info"
+    config: RouterConfig = RouterConfig()
+    generation_config: Literal["auto", "none"] = "auto"
+    logits_processors: list[str] = []  # names of those that engines have
+    drain_s: float = 0.0  # how long requests may go on after SIGTERM
+    cluster_key_file: Path | None = None  # of engines at tcp:// endpoints
