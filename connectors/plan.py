@@ -42,7 +42,7 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     interface: int  # INTERFACE, as its author knew it
     kind: ConnectorKind
     name: str = ""  # a registry name or "module:Class"
-    build: str = ""  # "module:Class" of the KVConnector that is made from it
+    build: str = ""  # "module:function", as KVConnector.build
     probe: str = ""  # "module:function", (plan) -> why what it transfers through cannot be reached now, or ""
     options: Mapping[str, str] = {}  # as they were given
     orders: tuple[Order, ...] = ()  # legal hand-off orders; empty: those of its kind

@@ -12,7 +12,7 @@ from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.errors import ConfigError, UnknownConnector
 
 if TYPE_CHECKING:
-    from pdkv.connectors.base import ConnectorConfig, KVConnector
+    from pdkv.connectors.base import Built, ConnectorConfig, KVConnector
 
 ENTRY_POINT_GROUP = "pdkv.connectors"
 
@@ -55,10 +55,7 @@ def load_connector(name: str) -> "type[KVConnector]":
         UnknownConnector: no such name, or its module or class is missing.
         ConfigError: what it names is no KVConnector, or one for another interface; or it imports what is missing.
     """
-    try:
-        connector = CONNECTORS.load(name)
-    except ImportError as error:
-        raise ConfigError(f"connector {name!r} ({connector_target(name)}) cannot be imported: {error}") from error
+    connector = CONNECTORS.load(name)
     number = connector.declares.interface if hasattr(connector, "declares") else 1
     if number != INTERFACE:
         raise ConfigError(
@@ -76,7 +73,8 @@ def plan_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
     """
     texts = options if isinstance(options, OptionTexts) else OptionTexts(options, f"connector {name}")
     plan = load_connector(name).plan(texts)
-    return msgspec.structs.replace(plan, name=name, options=dict(options), build=plan.build or connector_target(name))
+    build = plan.build or f"{connector_target(name)}.build"
+    return msgspec.structs.replace(plan, name=name, options=dict(options), build=build)
 
 
 def check_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
@@ -105,11 +103,7 @@ def probe_connector(plan: ConnectorPlan) -> str:
     return "; ".join(f"{name}: {problem}" for name, problem in problems.items() if problem)
 
 
-def connector_class(plan: ConnectorPlan) -> "type[KVConnector]":
-    """The class that is built from a plan."""
-    return CONNECTORS.load(plan.build)
-
-
-def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "KVConnector":
-    """One rank's connector, of the plan in its configuration. Raises what the class raises."""
-    return connector_class(config.plan)(config, notify)
+def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "Built":
+    """One rank's connector, of the plan in its configuration. Raises what its `build` raises."""
+    built: Built = resolve_name(config.plan.build)(config, notify)
+    return built

@@ -22,7 +22,6 @@ class MemoryStoreConnector(StoreConnector):
 
     declares = msgspec.structs.replace(StoreConnector.declares, one_process=True)
     options_type = MemoryStoreOptions
-    options: MemoryStoreOptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         check_one_rank(config)

@@ -25,7 +25,6 @@ from pdkv.connectors.base import (
     SchedulerView,
     TransferKey,
 )
-from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.store.base import StoreConnector, StoreConnectorOptions
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
@@ -121,7 +120,7 @@ class LMCacheConnector(StoreConnector):
         except subprocess.SubprocessError as error:
             raise ConfigError(f"option hash_seed: Python does not take {options.hash_seed!r}: {error}") from None
         lookups, news = self.make_lookups(), _NoNews(self.store, self.cut)
-        return _ChunkScheduler(self.config, options, self.cut, lookups, news, keys, self.notify, self.block_table)
+        return _ChunkScheduler(self.config, options, self.cut, lookups, news, keys, self.notify)
 
 
 class ChunkCut(StoreCut):
@@ -222,9 +221,8 @@ class _ChunkScheduler(StoreScheduler):
         news: StoreNews,
         keys: ChunkKeys,
         notify: Callable[[], None],
-        table: BlockTable | None,
     ) -> None:
-        super().__init__(config, options, cut, lookups, news, table=table)
+        super().__init__(config, options, cut, lookups, news)
         self.tiers = _ChunkTiers(self._orders, news, lookups)
         self._keys = keys
         self._notify = notify

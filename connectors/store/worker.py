@@ -95,6 +95,8 @@ class _Delete(NamedTuple):
 class StoreWorker(TransferWorker):
     """One rank's loads and saves. Loads have the shared lane; saves have lanes of their own, and cannot delay them."""
 
+    metadata_type = StoreMetadata
+
     def __init__(
         self,
         config: ConnectorConfig,

@@ -16,8 +16,7 @@ from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Refused, Setting, World
 from pdkv.connectors.plan import ConnectorPlan
-from pdkv.connectors.registry import check_connector, connector_class, connector_target
-from pdkv.connectors.store.base import StoreConnector
+from pdkv.connectors.registry import check_connector, connector_target
 from pdkv.errors import ConfigError, PdkvError
 
 Status = Literal["passed", "failed", "refused", "skipped"]
@@ -117,14 +116,12 @@ def check(
 
 def _check_is_shared(plan: ConnectorPlan) -> None:
     """Refuse a store that no two processes share: every case would fail. Raises ConfigError."""
-    connector = connector_class(plan)
-    if issubclass(connector, StoreConnector) and plan.options.get("url", "").startswith("memory://"):
-        with connector.options_type.parse(plan.options).open_store() as store:
-            if not store.is_shared:
-                raise ConfigError(
-                    f"url={plan.options['url']}: memory:// is each process's own, and the kit's engines are processes: "
-                    "give a store that they share, such as url=file://{directory}"
-                )
+    url = plan.options.get("url", "")
+    if plan.kind == "store" and all(part.startswith("memory://") for part in url.split(",")):
+        raise ConfigError(
+            f"url={url}: memory:// is each process's own, and the kit's engines are processes: "
+            "give a store that they share, such as url=file://{directory}"
+        )
 
 
 def _probe(setting: Setting) -> None:
