@@ -181,7 +181,7 @@ class SteppedWorker(StoreWorker):
 class SteppedConnector(StoreConnector):
     """Over one engine's view of the store."""
 
-    probe_interval_s = inf  # schedules decide when the store is asked
+    probe_interval_s, watches = inf, False  # schedules decide when the store is asked, however long a call takes
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None], view: SteppedStore) -> None:
         super().__init__(config, notify)
