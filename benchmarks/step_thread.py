@@ -121,10 +121,9 @@ def engine(
             )
             made = build_connector(config, notify)
             stack.callback(made.shutdown)
-            shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
             pool = made.kv_cache()
             worker = made.worker()
-            kv_cache = torch.zeros(shape, dtype=torch.bfloat16) if pool is None else pool
+            kv_cache = torch.zeros(layout.pool_shape(num_blocks), dtype=torch.bfloat16) if pool is None else pool
             worker.register_kv_caches(kv_cache)
         blobs = [worker.handshake()] if worker else []
         executor = DrawsOnly(worker, kv_cache)

@@ -428,7 +428,7 @@ class WorkerConnector(ABC):
     """Of the orders that its scheduler side makes: how the other ranks decode them."""
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
-        """The rank's KV pool, (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), for good."""
+        """The rank's KV pool, `layout.pool_shape(num_blocks)`, for good."""
 
     def handshake(self) -> bytes:
         """This rank's part of the EngineCard: what a peer needs to reach its KV."""

@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pdkv.wire.kv import ConnectorKind, Order
+from pdkv.wire.kv import ConnectorKind, LayoutKind, Order, Positions
 
 INTERFACE = 2
 """Of what connectors are written for: raised where one must be changed. docs/writing-a-transport.md says how."""
 
-Layout = Literal["heads", "windows", "latent", "state"]
-Positions = Literal["rotated", "none"]
+CARRIED: tuple[LayoutKind, ...] = ("heads", "windows", "latent")
+"""What is carried by a connector that knows units, blocks and their layout, and nothing of what is in them."""
 
 PUSH_ORDERS: tuple[Order, ...] = ("decode_first", "needs_peer_first")
 
@@ -52,9 +52,9 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     hit_tokens: int = 0  # what others save is found up to multiples of so many tokens; 0: nothing is found so
     codec: str = ""  # of KV that may differ from what was computed; empty: it is exact
     own_pool: Literal["none", "offers", "needs"] = "none"  # whether it allocates the KV pool: never, if it may, always
-    one_process: bool = False  # its engines share a process: `pd launch` refuses it for several
-    layouts: tuple[Layout, ...] = ("heads",)  # windows: it takes several block tables; else all layers keep all tokens
-    positions: tuple[Positions, ...] = ("rotated",)
+    one_process: bool = False  # its engines share a process: `pd launch` refuses several, and any engine several ranks
+    layouts: tuple[LayoutKind, ...] = ("heads",)  # windows: it takes several block tables; else all tokens are kept
+    positions: tuple[Positions, ...] = ("rotated", "none")  # what is not among these two is refused, never converted
     wire_version: int = 1  # of what its ranks tell peers and put into cards; 0: peers' are not compared
     requirements: tuple[Requirement, ...] = ()  # in `declares`: also those of some options only
 

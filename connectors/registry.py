@@ -104,6 +104,22 @@ def probe_connector(plan: ConnectorPlan) -> str:
 
 
 def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "Built":
-    """One rank's connector, of the plan in its configuration. Raises what its `build` raises."""
+    """One rank's connector, of the plan in its configuration.
+
+    Raises:
+        ConfigError: the engine's KV is none that the plan names, or its ranks are not in one process. And what its
+            `build` raises.
+    """
+    plan, layout = config.plan, config.layout
+    if plan.one_process and config.tp > 1:
+        raise ConfigError(f"connector {plan.name} serves engines of one rank, this one has {config.tp}")
+    for what, ours, theirs in (
+        ("in layouts", layout.kinds, plan.layouts), ("with positions", (layout.positions,), plan.positions)
+    ):  # fmt: skip
+        if not {*ours} <= {*theirs}:
+            raise ConfigError(
+                f"connector {plan.name} carries KV {what} {', '.join(theirs)}, and the KV of engine {config.engine} is "
+                f"{', '.join(ours)}"
+            )
     built: Built = resolve_name(config.plan.build)(config, notify)
     return built

@@ -21,9 +21,9 @@ from pdkv.connectors.base import (
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation
 from pdkv.connectors.peer.checksums import Checksums
-from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan
 from pdkv.connectors.stats import stats_of_transfer
-from pdkv.errors import ConfigError, IncompatiblePeers
+from pdkv.errors import IncompatiblePeers
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.reports import ConnectorStats
 
@@ -41,18 +41,10 @@ class MemoryPeerOptions(MemoryOptions):
     transfer_timeout_s: float = seconds(30.0, "deadline of one transfer")
 
 
-def check_one_rank(config: ConnectorConfig) -> None:
-    """Raises ConfigError for an engine of several ranks, which are processes."""
-    if config.tp > 1:
-        raise ConfigError(f"connector memory serves engines of one rank, this one has {config.tp}")
-
-
 class MemoryMode(KVConnector):
     """Pull or push between engines of one rank in one process."""
 
-    declares = ConnectorPlan(
-        interface=INTERFACE, kind="pull", lends=True, one_process=True, layouts=("heads", "windows")
-    )
+    declares = ConnectorPlan(interface=INTERFACE, kind="pull", lends=True, one_process=True, layouts=CARRIED)
     options_type: ClassVar[type[MemoryPeerOptions]] = MemoryPeerOptions
     scheduler_type: ClassVar[type["MemoryScheduler"]]
     worker_type: ClassVar[type["MemoryWorker"]]
@@ -65,7 +57,6 @@ class MemoryMode(KVConnector):
 
     @classmethod
     def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
-        check_one_rank(config)
         shared = cls(config, notify)
         return Built(partial(cls.scheduler_type, shared), partial(cls.worker_type, shared), shared.table)
 

@@ -18,7 +18,7 @@ from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import BLOB_VERSION
 from pdkv.connectors.peer.pull_scheduler import PullScheduler
 from pdkv.connectors.peer.push_scheduler import PushScheduler
-from pdkv.connectors.plan import INTERFACE, PUSH_ORDERS, ConnectorPlan, Requirement
+from pdkv.connectors.plan import CARRIED, INTERFACE, PUSH_ORDERS, ConnectorPlan, Requirement
 
 
 class NixlPullScheduler(PullScheduler):
@@ -31,7 +31,7 @@ class NixlConnector(KVConnector):
     """Its option `mode` says who begins: decode reads, or prefill offers."""
 
     declares = ConnectorPlan(
-        interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=("heads", "windows"),
+        interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=CARRIED,
         wire_version=BLOB_VERSION,
         requirements=(
             Requirement(("nixl_cu12", "nixl_cu13"), "pip install 'pdkv[nixl]' (with CUDA 13: nixl-cu13)"),

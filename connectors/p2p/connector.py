@@ -12,7 +12,7 @@ from pdkv.connectors.p2p.options import P2POptions, P2PPeers
 from pdkv.connectors.p2p.wire import FRAMES_VERSION
 from pdkv.connectors.p2p.worker import P2PWorker
 from pdkv.connectors.peer.push_scheduler import PushScheduler
-from pdkv.connectors.plan import INTERFACE, PUSH_ORDERS, ConnectorPlan
+from pdkv.connectors.plan import CARRIED, INTERFACE, PUSH_ORDERS, ConnectorPlan
 from pdkv.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ class P2PConnector(KVConnector):
 
     declares = ConnectorPlan(
         interface=INTERFACE, kind="push", orders=(*PUSH_ORDERS, "concurrent"), lends=True,
-        layouts=("heads", "windows"), wire_version=FRAMES_VERSION,
+        layouts=CARRIED, wire_version=FRAMES_VERSION,
     )  # fmt: skip
     options_type = P2POptions
 

@@ -15,7 +15,7 @@ from pdkv.connectors.arena.block_table import SharedBlockTable
 from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, WorkerConnector
-from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
@@ -30,7 +30,7 @@ class SharedMemoryConnector(KVConnector):
     """Owns the engine's arena; its block table and KV pool lie there."""
 
     declares = ConnectorPlan(
-        interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=("heads", "windows"),
+        interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=CARRIED,
         wire_version=2,  # no events in the card: what is published is there
     )  # fmt: skip
     options_type = SharedMemoryOptions

@@ -15,7 +15,7 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import unix_time
 from pdkv.base.options import option
 from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector
-from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.lookup import KeyLookups
@@ -48,7 +48,7 @@ class StoreConnector(KVConnector):
     `options_type`, a subclass of StoreConnectorOptions, has its options as fields and opens the store that they name.
     """
 
-    declares = ConnectorPlan(interface=INTERFACE, kind="store", content_addressed=True, layouts=("heads", "windows"))
+    declares = ConnectorPlan(interface=INTERFACE, kind="store", content_addressed=True, layouts=CARRIED)
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
     probe_interval_s: ClassVar[float] = 5.0  # how often a store that does not answer is asked again; also at the start
     watches: ClassVar[bool] = True  # a server that is silent is asked whether it is there

@@ -90,6 +90,7 @@ class LMCacheOptions(StoreConnectorOptions):
 class LMCacheConnector(StoreConnector):
     """A StoreConnector whose keys, bodies and store are LMCache's."""
 
+    declares = msgspec.structs.replace(StoreConnector.declares, layouts=("heads", "windows"), positions=("rotated",))
     options_type = LMCacheOptions
     options: LMCacheOptions
 
@@ -149,9 +150,7 @@ class ChunkCodec(Codec):
 
     def encode(self, images: Bytes, shape: PartShape) -> Bytes:
         shape.check(images)
-        units = _numbers(images, shape).reshape(
-            shape.num_units, shape.num_layers, 2, shape.num_heads, HASH_BLOCK_SIZE, shape.head_size
-        )
+        units = _numbers(images, shape).reshape(shape.dimensions)
         return np.ascontiguousarray(units.transpose(2, 1, 0, 4, 3, 5)).reshape(-1).view(np.uint8)
 
     def decode(self, coded: Bytes, shape: PartShape, out: Bytes) -> None:
@@ -159,9 +158,7 @@ class ChunkCodec(Codec):
         tokens = _numbers(coded, shape).reshape(
             2, shape.num_layers, shape.num_units, HASH_BLOCK_SIZE, shape.num_heads, shape.head_size
         )
-        units = _numbers(out, shape).reshape(
-            shape.num_units, shape.num_layers, 2, shape.num_heads, HASH_BLOCK_SIZE, shape.head_size
-        )
+        units = _numbers(out, shape).reshape(shape.dimensions)
         units[:] = tokens.transpose(2, 1, 0, 4, 3, 5)
 
     def trim(self, padded: Bytes) -> Bytes:

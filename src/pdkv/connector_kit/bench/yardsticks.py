@@ -83,7 +83,7 @@ def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
         return None
     shape, consumer = plan.consumer, plan.consumer.layout()
     heads = min(plan.producer.layout().num_kv_heads, consumer.num_kv_heads)
-    piece_bytes = plan.piece_bytes or heads * shape.block_size * shape.head_size * shape.dtype_bytes
+    piece_bytes = plan.piece_bytes or heads * shape.block_size * consumer.row_bytes
     tokens, parts = store_values(plan, setting.options)
     value_bytes = tokens * consumer.token_bytes * shape.tp // parts
     options = {**setting.options, "directory": str(setting.directory)}

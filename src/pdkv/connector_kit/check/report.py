@@ -102,7 +102,7 @@ def check(
             options=dict(profile.options),
             short_options=dict(profile.short),
             one_process=plan.one_process,
-            kv_groups="windows" in plan.layouts,
+            layouts=plan.layouts,
             timeout_s=timeout_s,
             quick=quick,
         )

@@ -264,10 +264,7 @@ class HostedRank:
 def _new_pool(layout: KVLayout, num_blocks: int) -> "torch.Tensor":
     import torch
 
-    return torch.zeros(
-        num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size,
-        dtype=getattr(torch, layout.dtype),
-    )  # fmt: skip
+    return torch.zeros(layout.pool_shape(num_blocks), dtype=getattr(torch, layout.dtype))
 
 
 def _words(pool: "torch.Tensor") -> Values:
@@ -279,7 +276,7 @@ def _words(pool: "torch.Tensor") -> Values:
 
 
 def _tokens_first(words: Values) -> Values:
-    """A pool as (num_blocks, block_size, num_layers, 2, num_kv_heads, head_size)."""
+    """A pool as (num_blocks, block_size, num_layers, sides, num_kv_heads, head_size)."""
     return words.transpose(0, 4, 1, 2, 3, 5)
 
 
