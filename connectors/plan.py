@@ -6,7 +6,7 @@ It travels in an engine's spec. Nobody asks a connector's class what it is, or p
 from collections.abc import Mapping
 from importlib.util import find_spec
 from math import lcm
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,7 @@ INTERFACE = 2
 CARRIED: tuple[LayoutKind, ...] = ("heads", "windows", "latent")
 """What is carried by a connector that knows units, blocks and their layout, and nothing of what is in them."""
 
+NO_CONNECTOR = "none"
 PUSH_ORDERS: tuple[Order, ...] = ("decode_first", "needs_peer_first")
 
 
@@ -68,6 +69,12 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """Its own and its parts', by name: for the engine's card."""
         return {part.name: part.wire_version for part in self.parts} | {self.name: self.wire_version}
 
+    def on_card(self) -> dict[str, Any]:
+        """What an engine's card says of it."""
+        orders = list(self.orders) if self.name != NO_CONNECTOR else []
+        names = ("kind", "content_addressed", "lends")
+        return {"connector": self.name, "orders": orders} | {name: getattr(self, name) for name in names}
+
     def hit_spacing(self, block_size: int) -> int:
         """Tokens from one end of a hit to the next where layers have windows; 0: nothing is found by content.
 
@@ -76,5 +83,5 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return lcm(self.hit_tokens, block_size)
 
 
-NO_PLAN = ConnectorPlan(interface=INTERFACE, kind="store", name="none", wire_version=0)
+NO_PLAN = ConnectorPlan(interface=INTERFACE, kind="store", name=NO_CONNECTOR, wire_version=0)
 """Of an engine without a connector, and of a side that is built by itself."""

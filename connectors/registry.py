@@ -34,20 +34,6 @@ CONNECTORS: "Registry[KVConnector]" = Registry(
 )
 
 
-def connector_targets() -> dict[str, str]:
-    """All known names with their "module:Class", shipped ones first. Imports none of them."""
-    return CONNECTORS.targets()
-
-
-def connector_target(name: str) -> str:
-    """The "module:Class" that `name` stands for, without importing it.
-
-    Raises:
-        UnknownConnector: neither a known name nor of the form "module:Class".
-    """
-    return CONNECTORS.target(name)
-
-
 def load_connector(name: str) -> "type[KVConnector]":
     """Import and return the connector class behind `name`.
 
@@ -59,7 +45,7 @@ def load_connector(name: str) -> "type[KVConnector]":
     number = connector.declares.interface if hasattr(connector, "declares") else 1
     if number != INTERFACE:
         raise ConfigError(
-            f"connector {name!r} ({connector_target(name)}) is written for interface {number} of connectors, and this "
+            f"connector {name!r} ({CONNECTORS.target(name)}) is written for interface {number} of connectors, and this "
             f"is interface {INTERFACE}: see docs/writing-a-transport.md"
         )
     return connector
@@ -73,7 +59,7 @@ def plan_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
     """
     texts = options if isinstance(options, OptionTexts) else OptionTexts(options, f"connector {name}")
     plan = load_connector(name).plan(texts)
-    build = plan.build or f"{connector_target(name)}.build"
+    build = plan.build or f"{CONNECTORS.target(name)}.build"
     return msgspec.structs.replace(plan, name=name, options=dict(options), build=build)
 
 

@@ -118,13 +118,6 @@ def split_card(card: EngineCard, children: Sequence[ConnectorPlan]) -> list[Engi
         if [part.name for part in parts] != names:
             return f"{card.connector} of {','.join(part.name for part in parts)}"
     return [
-        msgspec.structs.replace(
-            card,
-            connector=child.name,
-            kind=child.kind,
-            content_addressed=child.content_addressed,
-            orders=list(child.orders),
-            rank_blobs=[parts[index].blob for parts in ranks],
-        )
+        msgspec.structs.replace(card, **child.on_card(), rank_blobs=[parts[index].blob for parts in ranks])
         for index, child in enumerate(children)
     ]

@@ -13,7 +13,7 @@ from pdkv.connector_kit.bench.plan import TIMEOUT_S, Plan, plan_bytes, store_val
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Setting
-from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.connectors.registry import CONNECTORS, load_connector
 
 
 class Memcpy:
@@ -78,7 +78,7 @@ def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) ->
 
 def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
     """Both sides for the plan's connector and so many bytes; None: there is nothing to compare it with."""
-    target = bare_of(connector_target(plan.connector), load_connector(plan.connector), setting.options)
+    target = bare_of(CONNECTORS.target(plan.connector), load_connector(plan.connector), setting.options)
     if target is None:
         return None
     shape, consumer = plan.consumer, plan.consumer.layout()

@@ -16,7 +16,7 @@ from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Refused, Setting, World
 from pdkv.connectors.plan import ConnectorPlan
-from pdkv.connectors.registry import check_connector, connector_target
+from pdkv.connectors.registry import CONNECTORS, check_connector
 from pdkv.errors import ConfigError, PdkvError
 
 Status = Literal["passed", "failed", "refused", "skipped"]
@@ -86,7 +86,7 @@ def check(
     unknown = [name for name in names if name not in cases]
     if unknown:
         raise ConfigError(f"unknown case {unknown[0]!r}; known: {', '.join(cases)}")
-    target = connector_target(connector)
+    target = CONNECTORS.target(connector)
     profile = profile_of(target, options)
     reports = []
     with ExitStack() as stack:
