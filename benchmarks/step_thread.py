@@ -112,17 +112,18 @@ def engine(
     """
     name = f"step-thread-{secrets.token_hex(4)}"
     with ExitStack() as stack:
-        made, worker, plan = None, None, NO_PLAN
+        made, worker, plan, table = None, None, NO_PLAN, LocalBlockTable(num_blocks)
         kv_cache = torch.empty(0)
         if connector is not None:
             plan = plan_connector(*connector)
-            config = ConnectorConfig(engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan)
+            config = ConnectorConfig(
+                engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan, block_table=table
+            )
             made = build_connector(config, notify)
             stack.callback(made.shutdown)
-            shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
-            pool = made.allocate_kv_cache()
-            worker = made.make_worker_side(0)
-            kv_cache = torch.zeros(shape, dtype=torch.bfloat16) if pool is None else pool
+            pool = made.kv_cache()
+            worker = made.worker()
+            kv_cache = torch.zeros(layout.pool_shape(num_blocks), dtype=torch.bfloat16) if pool is None else pool
             worker.register_kv_caches(kv_cache)
         blobs = [worker.handshake()] if worker else []
         executor = DrawsOnly(worker, kv_cache)
@@ -133,14 +134,14 @@ def engine(
             model="none", layout=layout, hash_block_size=BLOCK_SIZE, num_blocks=num_blocks,
             max_model_len=num_blocks * BLOCK_SIZE, max_num_seqs=batch, rank_blobs=blobs,
         )  # fmt: skip
-        scheduler = made.make_scheduler_side() if made else None
+        scheduler = made.scheduler() if made else None
         if scheduler is not None:
             stack.callback(scheduler.shutdown)
         core = build_core(
             card=card,
             executor=executor,
             connector=scheduler,
-            block_table=made.make_block_table() if made else LocalBlockTable(num_blocks),
+            block_table=made.block_table if made and made.block_table else table,
             handoff=HandoffConfig(connector=connector[0] if connector else "memory"),
             limits=SchedulerLimits(batch, max_tokens),
             eos_token_ids=[],

@@ -18,7 +18,7 @@ import msgspec
 
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.options import Options
-from pdkv.connectors.block_table import BlockTable, LocalBlockTable
+from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.plan import NO_PLAN, ConnectorPlan
 from pdkv.connectors.step_done import StepDone
 from pdkv.wire.kv import ChecksumMode, EngineCard, KVHandoff, KVLayout, KVTerms
@@ -317,6 +317,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
     device: str = "cpu"  # where the KV pool will be: torch's type of device
     clock: Clock = MONOTONIC  # of all its deadlines; another one cannot be encoded
+    block_table: BlockTable | None = None  # what the pool writes unless Built says another; None: nothing does
 
 
 class Tiers(ABC):
@@ -423,8 +424,11 @@ class WorkerConnector(ABC):
     `meta.this_step` on its own stream.
     """
 
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata
+    """Of the orders that its scheduler side makes: how the other ranks decode them."""
+
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
-        """The rank's KV pool, (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), for good."""
+        """The rank's KV pool, `layout.pool_shape(num_blocks)`, for good."""
 
     def handshake(self) -> bytes:
         """This rank's part of the EngineCard: what a peer needs to reach its KV."""
@@ -461,17 +465,30 @@ class WorkerConnector(ABC):
         """Stop threads and give everything back. Idempotent."""
 
 
-class KVConnector(ABC):
-    """The plug point: what a registry name or an entry point resolves to. Makes both sides.
+def _nothing() -> None:
+    """For a connector that owns nothing."""
 
-    Built once in each process of an engine, that is per rank. Rank 0 has the scheduler side and its own worker side,
-    the others their worker side only.
+
+class Built(NamedTuple):
+    """A connector in one process of an engine. Each side, and the pool, is made once at most, where it is wanted.
+
+    Rank 0 makes both sides, the other ranks make their worker side. What both share is made before.
     """
 
+    scheduler: Callable[[], SchedulerConnector]
+    worker: Callable[[], WorkerConnector]  # of the rank that the configuration names
+    block_table: BlockTable | None = None  # what the engine's block pool shall write, for peers to read
+    kv_cache: "Callable[[], torch.Tensor | None]" = _nothing
+    """The KV pool, for a transport that shares its memory with peers; None: the engine allocates its own."""
+    shutdown: Callable[[], None] = _nothing
+    """After both sides: give back what they shared. Idempotent."""
+
+
+class KVConnector(ABC):
+    """The plug point: what a registry name or an entry point resolves to. The interface has no instance of it."""
+
     declares: ClassVar[ConnectorPlan]  # what it is with any options
-    metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata  # how other ranks decode a step's orders
     options_type: ClassVar[type[Options]] = Options  # what --connector-config may say: its fields
-    options: Options
 
     @classmethod
     def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
@@ -479,33 +496,11 @@ class KVConnector(ABC):
         cls.options_type.parse(options)
         return cls.declares
 
-    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        """Raises ConfigError for what cannot be built.
+    @classmethod
+    @abstractmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        """The connector of a process. Raises ConfigError for what cannot be built, and then leaves nothing behind.
 
         `notify` is thread-safe and wakes the engine's loop, which then calls get_finished and asks again about requests
-        whose match was not known; a step is made only if somebody may go on.
+        whose match was not known; a step is made only if a request may go on.
         """
-        self.config = config
-        self.notify = notify
-        self.block_table: BlockTable | None = None  # what the pool writes; None: nothing tells when a block is reused
-        self.options = self.options_type.parse(config.plan.options)
-
-    def make_block_table(self) -> BlockTable:
-        """The table of generations that the engine's block pool shall write; called once, before the sides."""
-        self.block_table = LocalBlockTable(self.config.num_blocks)
-        return self.block_table
-
-    def allocate_kv_cache(self) -> "torch.Tensor | None":
-        """The KV pool, for a transport that shares its memory with peers; None: the engine allocates its own."""
-        return None
-
-    def shutdown(self) -> None:
-        """After both sides: give back what the connector itself owns. Idempotent."""
-
-    @abstractmethod
-    def make_scheduler_side(self) -> SchedulerConnector:
-        """The side beside the scheduler; called once."""
-
-    @abstractmethod
-    def make_worker_side(self, rank: int) -> WorkerConnector:
-        """The side beside one rank's KV cache; called once per rank."""

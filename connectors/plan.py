@@ -6,18 +6,19 @@ It travels in an engine's spec. Nobody asks a connector's class what it is, or p
 from collections.abc import Mapping
 from importlib.util import find_spec
 from math import lcm
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pdkv.wire.kv import ConnectorKind, Order
+from pdkv.wire.kv import ConnectorKind, LayoutKind, Order, Positions
 
 INTERFACE = 2
 """Of what connectors are written for: raised where one must be changed. docs/writing-a-transport.md says how."""
 
-Layout = Literal["heads", "windows", "latent", "state"]
-Positions = Literal["rotated", "none"]
+CARRIED: tuple[LayoutKind, ...] = ("heads", "windows", "latent")
+"""What is carried by a connector that knows units, blocks and their layout, and nothing of what is in them."""
 
+NO_CONNECTOR = "none"
 PUSH_ORDERS: tuple[Order, ...] = ("decode_first", "needs_peer_first")
 
 
@@ -42,7 +43,7 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     interface: int  # INTERFACE, as its author knew it
     kind: ConnectorKind
     name: str = ""  # a registry name or "module:Class"
-    build: str = ""  # "module:Class" of the KVConnector that is made from it
+    build: str = ""  # "module:function", as KVConnector.build
     probe: str = ""  # "module:function", (plan) -> why what it transfers through cannot be reached now, or ""
     options: Mapping[str, str] = {}  # as they were given
     orders: tuple[Order, ...] = ()  # legal hand-off orders; empty: those of its kind
@@ -52,9 +53,9 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     hit_tokens: int = 0  # what others save is found up to multiples of so many tokens; 0: nothing is found so
     codec: str = ""  # of KV that may differ from what was computed; empty: it is exact
     own_pool: Literal["none", "offers", "needs"] = "none"  # whether it allocates the KV pool: never, if it may, always
-    one_process: bool = False  # its engines share a process: `pd launch` refuses it for several
-    layouts: tuple[Layout, ...] = ("heads",)  # windows: it takes several block tables; else all layers keep all tokens
-    positions: tuple[Positions, ...] = ("rotated",)
+    one_process: bool = False  # its engines share a process: `pd launch` refuses several, and any engine several ranks
+    layouts: tuple[LayoutKind, ...] = ("heads",)  # windows: it takes several block tables; else all tokens are kept
+    positions: tuple[Positions, ...] = ("rotated", "none")  # what is not among these two is refused, never converted
     wire_version: int = 1  # of what its ranks tell peers and put into cards; 0: peers' are not compared
     requirements: tuple[Requirement, ...] = ()  # in `declares`: also those of some options only
 
@@ -68,6 +69,12 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """Its own and its parts', by name: for the engine's card."""
         return {part.name: part.wire_version for part in self.parts} | {self.name: self.wire_version}
 
+    def on_card(self) -> dict[str, Any]:
+        """What an engine's card says of it."""
+        orders = list(self.orders) if self.name != NO_CONNECTOR else []
+        names = ("kind", "content_addressed", "lends")
+        return {"connector": self.name, "orders": orders} | {name: getattr(self, name) for name in names}
+
     def hit_spacing(self, block_size: int) -> int:
         """Tokens from one end of a hit to the next where layers have windows; 0: nothing is found by content.
 
@@ -76,5 +83,5 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return lcm(self.hit_tokens, block_size)
 
 
-NO_PLAN = ConnectorPlan(interface=INTERFACE, kind="store", name="none", wire_version=0)
+NO_PLAN = ConnectorPlan(interface=INTERFACE, kind="store", name=NO_CONNECTOR, wire_version=0)
 """Of an engine without a connector, and of a side that is built by itself."""

@@ -12,7 +12,7 @@ from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.errors import ConfigError, UnknownConnector
 
 if TYPE_CHECKING:
-    from pdkv.connectors.base import ConnectorConfig, KVConnector
+    from pdkv.connectors.base import Built, ConnectorConfig, KVConnector
 
 ENTRY_POINT_GROUP = "pdkv.connectors"
 
@@ -34,20 +34,6 @@ CONNECTORS: "Registry[KVConnector]" = Registry(
 )
 
 
-def connector_targets() -> dict[str, str]:
-    """All known names with their "module:Class", shipped ones first. Imports none of them."""
-    return CONNECTORS.targets()
-
-
-def connector_target(name: str) -> str:
-    """The "module:Class" that `name` stands for, without importing it.
-
-    Raises:
-        UnknownConnector: neither a known name nor of the form "module:Class".
-    """
-    return CONNECTORS.target(name)
-
-
 def load_connector(name: str) -> "type[KVConnector]":
     """Import and return the connector class behind `name`.
 
@@ -55,14 +41,11 @@ def load_connector(name: str) -> "type[KVConnector]":
         UnknownConnector: no such name, or its module or class is missing.
         ConfigError: what it names is no KVConnector, or one for another interface; or it imports what is missing.
     """
-    try:
-        connector = CONNECTORS.load(name)
-    except ImportError as error:
-        raise ConfigError(f"connector {name!r} ({connector_target(name)}) cannot be imported: {error}") from error
+    connector = CONNECTORS.load(name)
     number = connector.declares.interface if hasattr(connector, "declares") else 1
     if number != INTERFACE:
         raise ConfigError(
-            f"connector {name!r} ({connector_target(name)}) is written for interface {number} of connectors, and this "
+            f"connector {name!r} ({CONNECTORS.target(name)}) is written for interface {number} of connectors, and this "
             f"is interface {INTERFACE}: see docs/writing-a-transport.md"
         )
     return connector
@@ -76,7 +59,8 @@ def plan_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
     """
     texts = options if isinstance(options, OptionTexts) else OptionTexts(options, f"connector {name}")
     plan = load_connector(name).plan(texts)
-    return msgspec.structs.replace(plan, name=name, options=dict(options), build=plan.build or connector_target(name))
+    build = plan.build or f"{CONNECTORS.target(name)}.build"
+    return msgspec.structs.replace(plan, name=name, options=dict(options), build=build)
 
 
 def check_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
@@ -105,11 +89,23 @@ def probe_connector(plan: ConnectorPlan) -> str:
     return "; ".join(f"{name}: {problem}" for name, problem in problems.items() if problem)
 
 
-def connector_class(plan: ConnectorPlan) -> "type[KVConnector]":
-    """The class that is built from a plan."""
-    return CONNECTORS.load(plan.build)
+def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "Built":
+    """One rank's connector, of the plan in its configuration.
 
-
-def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "KVConnector":
-    """One rank's connector, of the plan in its configuration. Raises what the class raises."""
-    return connector_class(config.plan)(config, notify)
+    Raises:
+        ConfigError: the engine's KV is none that the plan names, or its ranks are not in one process. And what its
+            `build` raises.
+    """
+    plan, layout = config.plan, config.layout
+    if plan.one_process and config.tp > 1:
+        raise ConfigError(f"connector {plan.name} serves engines of one rank, this one has {config.tp}")
+    for what, ours, theirs in (
+        ("in layouts", layout.kinds, plan.layouts), ("with positions", (layout.positions,), plan.positions)
+    ):  # fmt: skip
+        if not {*ours} <= {*theirs}:
+            raise ConfigError(
+                f"connector {plan.name} carries KV {what} {', '.join(theirs)}, and the KV of engine {config.engine} is "
+                f"{', '.join(ours)}"
+            )
+    built: Built = resolve_name(config.plan.build)(config, notify)
+    return built

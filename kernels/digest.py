@@ -54,10 +54,10 @@ def mix(values: Digests) -> Digests:
     return values ^ (values >> _U32)
 
 
-def seeds_of(layers: range, heads: range) -> Digests:
-    """Seeds of rows, (2 * layers, heads): K and V of each layer. `heads` as all ranks of an engine count them."""
-    sides = np.arange(2 * layers.start, 2 * layers.stop, dtype=np.uint64)
-    return mix((sides[:, None] << _U32) + np.arange(heads.start, heads.stop, dtype=np.uint64)[None, :] + np.uint64(1))
+def seeds_of(layers: range, heads: range, sides: int = 2) -> Digests:
+    """Seeds of rows, (layers * sides, heads): K and V of each layer. `heads` as all ranks of an engine count them."""
+    outer = np.arange(sides * layers.start, sides * layers.stop, dtype=np.uint64)
+    return mix((outer[:, None] << _U32) + np.arange(heads.start, heads.stop, dtype=np.uint64)[None, :] + np.uint64(1))
 
 
 def hash_rows(rows: Bytes, seeds: Digests) -> Digests:

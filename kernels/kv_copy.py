@@ -36,6 +36,8 @@ def write_kv(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     _check_pool(kv_pool)
+    if kv_pool.shape[2] != 2:
+        raise ValueError(f"K and V are two sides, and the pool has {kv_pool.shape[2]}")
     expected = (slot_mapping.shape[0], kv_pool.shape[3], kv_pool.shape[5])
     if k.shape != expected or v.shape != expected or slot_mapping.dim() != 1:
         raise ValueError(f"k and v must be {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -88,8 +90,8 @@ def gather_blocks(
     Args:
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous.
         unit_ids: (n,) int64; a unit is as many tokens as the buffer says, unit = block * units_per_block + position.
-        out: (n, layers, 2, heads, tokens, head_size), contiguous; written. `tokens` divides the block size. Its dtype
-            may be another where one of both is FP8; values are then converted as `write_kv` does it.
+        out: (n, layers, sides, heads, tokens, head_size), contiguous; written. `tokens` divides the block size. Its
+            dtype may be another where one of both is FP8; values are then converted as `write_kv` does it.
         layers, heads: the ranges [start, stop); None: all of them.
         kv_scales: (num_layers, 2) float32, of K and V of each of the pool's layers, what 1.0 in FP8 stands for; None:
             1.0 everywhere. Not used where no dtype changes.
@@ -192,9 +194,9 @@ def _units(
 
 
 def _check_pool(kv_pool: torch.Tensor) -> None:
-    if kv_pool.dim() != 6 or kv_pool.shape[2] != 2 or not kv_pool.is_contiguous():
+    if kv_pool.dim() != 6 or kv_pool.shape[2] > 2 or not kv_pool.is_contiguous():
         raise ValueError(
-            "kv_pool must be contiguous (blocks, layers, 2, heads, block_size, head_size), "
+            "kv_pool must be contiguous (blocks, layers, sides, heads, block_size, head_size), "
             f"got {tuple(kv_pool.shape)} with strides {kv_pool.stride()}"
         )
 
@@ -217,7 +219,7 @@ def _check_copy(
     tokens = (
         buffer.shape[4] if buffer.dim() == 6 and 0 < buffer.shape[4] <= size and not size % buffer.shape[4] else size
     )
-    expected = (len(unit_ids), layers[1] - layers[0], 2, heads[1] - heads[0], tokens, kv_pool.shape[5])
+    expected = (len(unit_ids), layers[1] - layers[0], kv_pool.shape[2], heads[1] - heads[0], tokens, kv_pool.shape[5])
     dtypes = {buffer.dtype, kv_pool.dtype}
     if buffer.shape != expected or not buffer.is_contiguous() or (len(dtypes) == 2 and FP8 not in dtypes):
         raise ValueError(
@@ -225,13 +227,9 @@ def _check_copy(
         )
     others = [unit_ids, buffer]
     if kv_scales is not None:
-        if (
-            kv_scales.shape != (kv_pool.shape[1], 2)
-            or kv_scales.dtype != torch.float32
-            or not kv_scales.is_contiguous()
-        ):
+        if kv_scales.shape != kv_pool.shape[1:3] or kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
             raise ValueError(
-                f"kv_scales must be contiguous float32 of {(kv_pool.shape[1], 2)}, "
+                f"kv_scales must be contiguous float32 of {tuple(kv_pool.shape[1:3])}, "
                 f"got {kv_scales.dtype} of {tuple(kv_scales.shape)}"
             )
         others.append(kv_scales)

@@ -153,16 +153,16 @@ def copy_units_triton(
     to_pool: bool,
 ) -> None:
     """Launch the kernel; arguments as gather_blocks and scatter_blocks have checked them."""
-    num_units, num_layers, _, num_heads, tokens, head_size = buffer.shape
+    num_units, num_layers, sides, num_heads, tokens, head_size = buffer.shape
     if num_units == 0:
         return
-    piece, num_pieces = tokens * head_size, num_layers * 2 * num_heads
+    piece, num_pieces = tokens * head_size, num_layers * sides * num_heads
     tile = _TILE_BYTES // max(kv_pool.itemsize, buffer.itemsize)
     tile_elements = min(tile, triton.next_power_of_2(piece))
     tile_pieces = tile // tile_elements
     cast = kv_pool.dtype != buffer.dtype
     if cast and kv_scales is None:
-        kv_scales = torch.ones(kv_pool.shape[1], 2, device=kv_pool.device)
+        kv_scales = torch.ones(kv_pool.shape[1], sides, device=kv_pool.device)
     _copy_units_kernel[(num_units, triton.cdiv(num_pieces, tile_pieces), triton.cdiv(piece, tile_elements))](
         kv_pool,
         unit_ids,
@@ -171,7 +171,7 @@ def copy_units_triton(
         num_pieces,
         num_heads,
         heads[0],
-        2 * layers[0],
+        sides * layers[0],
         kv_pool.stride(0),
         kv_pool.stride(2),
         kv_pool.stride(3),

@@ -2,15 +2,20 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.options import OptionTexts
+from pdkv.base.registry import Registry
 from pdkv.base.secret_options import without_secrets
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.options import StoreOptions
+
+STORES: Registry[KVStore] = Registry("store", "pdkv.kv_stores", {}, "pdkv.kv_store.base:KVStore")
+"""Third parties' stores by the schemes of their URLs, of which one's address is all that its class is made with."""
 
 _NEXT_URL = re.compile(r",(?=[a-z][a-z0-9+]*://)")  # a path may have commas of its own
 _TIER_OPTIONS = frozenset({"retry_after_s", "write"})
@@ -63,8 +68,9 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
     """The store that a URL names; several URLs, separated by commas, make a TieredStore, fastest first.
 
     memory://[name], host:///directory, file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS),
-    unix:///socket (or redis+unix://), lmcache://host:port, mooncake://host:port, s3://bucket/prefix (gs://, az://).
-    Options stand in `options`, for all URLs that know them, or in a URL's query; `write` is for those behind the first.
+    unix:///socket (or redis+unix://), lmcache://host:port, mooncake://host:port, s3://bucket/prefix (gs://, az://),
+    or a scheme that an installed package has among its entry points `pdkv.kv_stores`. Options stand in `options`, for
+    all URLs that know them, or in a URL's query; `write` is for those behind the first.
 
     Raises:
         ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
@@ -124,7 +130,11 @@ def _scheme_of(url: str) -> _Scheme:
     name, separator, _ = url.partition("://")
     if separator and name in _SCHEMES:
         return _SCHEMES[name]
-    raise ConfigError(f"no store {without_secrets(url)!r}; known: {', '.join(f'{name}://' for name in _SCHEMES)}")
+    others = STORES.targets()
+    if separator and name in others:
+        return _Scheme(partial(_open_other, name), frozenset())
+    known = ", ".join(f"{scheme}://" for scheme in {**_SCHEMES, **others})
+    raise ConfigError(f"no store {without_secrets(url)!r}; known: {known}")
 
 
 def _open_memory(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
@@ -191,6 +201,11 @@ def _open_objects(parts: SplitResult, options: StoreOptions, clock: Clock) -> KV
     from pdkv.kv_store.object_store import ObjectStore
 
     return ObjectStore(parts._replace(query="").geturl(), options)
+
+
+def _open_other(name: str, parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
+    make: Callable[[str], KVStore] = STORES.load(name)
+    return make(unquote(parts.netloc + parts.path))
 
 
 _SCHEMES: Mapping[str, _Scheme] = {

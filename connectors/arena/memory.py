@@ -179,9 +179,7 @@ class Arena:
         else:
             self.allocate_data()
             data = torch.from_numpy(self.data().reshape(-1))
-        return data.view(getattr(torch, layout.dtype)).view(
-            self.shape.table.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size
-        )
+        return data.view(getattr(torch, layout.dtype)).view(layout.pool_shape(self.shape.table.num_blocks))
 
     def holds(self, kv_cache: "torch.Tensor") -> bool:
         """Whether that is the pool that peers see."""

@@ -2,10 +2,12 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import partial
+from typing import ClassVar, Literal
 
 from pdkv.base.options import Options, Seconds, option
 from pdkv.connectors.base import (
+    Built,
     ConnectorConfig,
     Direction,
     KVConnector,
@@ -16,12 +18,12 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation
 from pdkv.connectors.peer.checksums import Checksums
-from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan
 from pdkv.connectors.stats import stats_of_transfer
-from pdkv.errors import ConfigError, IncompatiblePeers
+from pdkv.errors import IncompatiblePeers
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.reports import ConnectorStats
 
@@ -39,29 +41,24 @@ class MemoryPeerOptions(MemoryOptions):
     transfer_timeout_s: Seconds = option(30.0, "deadline of one transfer")
 
 
-def check_one_rank(config: ConnectorConfig) -> None:
-    """Raises ConfigError for an engine of several ranks, which are processes."""
-    if config.tp > 1:
-        raise ConfigError(f"connector memory serves engines of one rank, this one has {config.tp}")
-
-
 class MemoryMode(KVConnector):
     """Pull or push between engines of one rank in one process."""
 
-    declares = ConnectorPlan(
-        interface=INTERFACE, kind="pull", lends=True, one_process=True, layouts=("heads", "windows")
-    )
-    options_type = MemoryPeerOptions
-    options: MemoryPeerOptions
+    declares = ConnectorPlan(interface=INTERFACE, kind="pull", lends=True, one_process=True, layouts=CARRIED)
+    options_type: ClassVar[type[MemoryPeerOptions]] = MemoryPeerOptions
+    scheduler_type: ClassVar[type["MemoryScheduler"]]
+    worker_type: ClassVar[type["MemoryWorker"]]
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        super().__init__(config, notify)
-        check_one_rank(config)
+        self.config, self.notify = config, notify
+        self.options = self.options_type.parse(config.plan.options)
         self.fabric = MemoryFabric.named(self.options.fabric)
-        self._table = super().make_block_table()
+        self.table = LocalBlockTable(config.num_blocks)
 
-    def make_block_table(self) -> BlockTable:
-        return self._table
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        shared = cls(config, notify)
+        return Built(partial(cls.scheduler_type, shared), partial(cls.worker_type, shared), shared.table)
 
 
 class MemoryScheduler(SchedulerConnector):
@@ -83,10 +80,6 @@ class MemoryScheduler(SchedulerConnector):
                 )
         self.epochs = {card.engine: card.epoch for card in cards}
 
-    @property
-    def has_pending_work(self) -> bool:
-        return bool(self.fabric.under_way) and not self.fabric.manual
-
 
 class MemoryWorker(WorkerConnector):
     """Worker side: an endpoint of the fabric, and the results not yet reported."""
@@ -100,7 +93,7 @@ class MemoryWorker(WorkerConnector):
         self.fabric = connector.fabric
         self.options = connector.options
         self.notify = connector.notify
-        self.table = connector.make_block_table()
+        self.table: BlockTable = connector.table
         self.block_size = connector.config.layout.block_size
         self.pool: Content = None
         self._block_bytes = connector.config.layout.block_bytes

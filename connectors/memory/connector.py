@@ -35,4 +35,4 @@ class MemoryConnector(KVConnector):
         foreign = sorted(options.keys() - chosen.options_type.names())
         if foreign:
             raise ConfigError(f"connector memory: option {foreign[0]!r} is one of mode=store, and this is mode={mode}")
-        return msgspec.structs.replace(chosen.plan(options), build=f"{chosen.__module__}:{chosen.__name__}")
+        return msgspec.structs.replace(chosen.plan(options), build=f"{chosen.__module__}:{chosen.__name__}.build")

@@ -17,7 +17,7 @@ class MemoryPullScheduler(MemoryScheduler, PullScheduler):
 
     def __init__(self, connector: MemoryMode) -> None:
         MemoryScheduler.__init__(self, connector)
-        PullScheduler.__init__(self, connector.config, connector.make_block_table(), PeerCards(connector.config))
+        PullScheduler.__init__(self, connector.config, connector.table, PeerCards(connector.config))
 
     def source_block_size(self, engine: str, epoch: str) -> int | None:
         return self.block_size if self.epochs.get(engine) == epoch else None
@@ -108,8 +108,5 @@ class Read(Operation):
 class MemoryPullConnector(MemoryMode):
     """Decode reads the blocks that prefill keeps under lease."""
 
-    def make_scheduler_side(self) -> MemoryPullScheduler:
-        return MemoryPullScheduler(self)
-
-    def make_worker_side(self, rank: int) -> MemoryPullWorker:
-        return MemoryPullWorker(self)
+    scheduler_type = MemoryPullScheduler
+    worker_type = MemoryPullWorker

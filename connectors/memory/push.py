@@ -197,9 +197,5 @@ class MemoryPushConnector(MemoryMode):
     """Prefill writes into decode's blocks."""
 
     declares = replace(MemoryMode.declares, kind="push", orders=(*PUSH_ORDERS, "concurrent"))
-
-    def make_scheduler_side(self) -> MemoryPushScheduler:
-        return MemoryPushScheduler(self)
-
-    def make_worker_side(self, rank: int) -> MemoryPushWorker:
-        return MemoryPushWorker(self)
+    scheduler_type = MemoryPushScheduler
+    worker_type = MemoryPushWorker

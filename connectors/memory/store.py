@@ -1,11 +1,8 @@
 """Store mode of the `memory` connector: the `store` connector on `memory://`, under the fabric's name."""
 
-from collections.abc import Callable
-
 import msgspec
 
-from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.memory.base import MemoryOptions, check_one_rank
+from pdkv.connectors.memory.base import MemoryOptions
 from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.kv_store.memory_store import MemoryStore
 
@@ -22,8 +19,3 @@ class MemoryStoreConnector(StoreConnector):
 
     declares = msgspec.structs.replace(StoreConnector.declares, one_process=True)
     options_type = MemoryStoreOptions
-    options: MemoryStoreOptions
-
-    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        check_one_rank(config)
-        super().__init__(config, notify)

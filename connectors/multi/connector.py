@@ -9,22 +9,16 @@ What kinds of children go together, and what comes of it:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from math import lcm
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdkv.base.options import Options, OptionTexts, option
-from pdkv.connectors.base import (
-    ConnectorConfig,
-    KVConnector,
-    KVConnectorMetadata,
-    SchedulerConnector,
-    WorkerConnector,
-)
+from pdkv.connectors.base import Built, ConnectorConfig, KVConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.multi.scheduler import MultiScheduler
-from pdkv.connectors.multi.wire import Child, MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.connectors.registry import build_connector, load_connector, plan_connector
@@ -127,7 +121,7 @@ def compose(children: Sequence[ConnectorPlan]) -> ConnectorPlan:
     return msgspec.structs.replace(
         MultiConnector.declares,
         name="multi",
-        build=f"{__name__}:{MultiConnector.__name__}",
+        build=f"{__name__}:{MultiConnector.__name__}.build",
         kind=kind,
         orders=orders_of(children),
         parts=tuple(children),
@@ -157,55 +151,39 @@ class MultiConnector(KVConnector):
     """Several connectors as one. What it is follows from its children."""
 
     declares = ConnectorPlan(interface=INTERFACE, kind="pull")
-    metadata_type: ClassVar[type[KVConnectorMetadata]] = MultiMetadata
     options_type = MultiOptions
-
-    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        self.config = config  # all of its options are its children's
-        self.children: list[Child] = []
-        try:
-            for part in config.plan.parts:
-                own = msgspec.structs.replace(config, plan=part)
-                self.children.append(Child(part, build_connector(own, notify)))
-        except BaseException:
-            self.shutdown()
-            raise
 
     @classmethod
     def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
         return compose(plan_children(options))
 
-    def make_block_table(self) -> BlockTable:
-        """What the pool writes goes to the table of every child that has one."""
-        own = [
-            child.connector.make_block_table()
-            for child in self.children
-            if type(child.connector).make_block_table is not KVConnector.make_block_table
-        ]
-        table = BlockTables(own) if len(own) > 1 else own[0] if own else super().make_block_table()
-        for child in self.children:  # the others read what all write
-            if type(child.connector).make_block_table is KVConnector.make_block_table:
-                child.connector.block_table = table
-        return table
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        """All children hear what the pool writes: those with a table of their own, and stores by one of these."""
+        parts = config.plan.parts
+        made: dict[int, Built] = {}
+        tables: list[BlockTable] = []
+        with ExitStack() as stack:
+            for i in sorted(range(len(parts)), key=lambda i: parts[i].kind == "store"):
+                table = tables[0] if tables else config.block_table
+                made[i] = build_connector(msgspec.structs.replace(config, plan=parts[i], block_table=table), notify)
+                stack.callback(made[i].shutdown)
+                tables += [own for own in [made[i].block_table] if own is not None]
+            shutdown = stack.pop_all().close
+        children = [made[i] for i in range(len(parts))]
 
-    def allocate_kv_cache(self) -> "torch.Tensor | None":
-        """The pool of the one child that needs its own, else of the first one that offers one."""
-        for child in sorted(self.children, key=lambda child: child.plan.own_pool != "needs"):
-            pool = child.connector.allocate_kv_cache()
-            if pool is not None:
-                return pool
-        return None
+        def kv_cache() -> "torch.Tensor | None":
+            """The pool of the one child that needs its own, else of the first one that offers one."""
+            by_need = sorted(zip(parts, children, strict=True), key=lambda child: child[0].own_pool != "needs")
+            return next((pool for _, child in by_need if (pool := child.kv_cache()) is not None), None)
 
-    def make_scheduler_side(self) -> SchedulerConnector:
-        schedulers = [child.connector.make_scheduler_side() for child in self.children]
-        return MultiScheduler(self.config, self.config.plan.kind, self.children, schedulers)
-
-    def make_worker_side(self, rank: int) -> WorkerConnector:
-        return MultiWorker(self.children, [child.connector.make_worker_side(rank) for child in self.children])
-
-    def shutdown(self) -> None:
-        for child in self.children:
-            child.connector.shutdown()
+        return Built(
+            lambda: MultiScheduler(config, [child.scheduler() for child in children]),
+            lambda: MultiWorker(parts, [child.worker() for child in children]),
+            BlockTables(tables) if len(tables) > 1 else next(iter(tables), None),
+            kv_cache,
+            shutdown,
+        )
 
 
 class BlockTables(BlockTable):

@@ -33,7 +33,6 @@ from pdkv.connectors.base import (
 from pdkv.connectors.multi.sending import SendingTable
 from pdkv.connectors.multi.views import ChildViews
 from pdkv.connectors.multi.wire import (
-    Child,
     MultiMetadata,
     bound_handoff,
     encode_handoff,
@@ -45,7 +44,7 @@ from pdkv.connectors.multi.wire import (
 )
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.errors import TransferCancelled
-from pdkv.wire.kv import ConnectorKind, EngineCard
+from pdkv.wire.kv import EngineCard
 from pdkv.wire.reports import ConnectorStats
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
@@ -104,20 +103,15 @@ class MultiTiers(Tiers):
 class MultiScheduler(SchedulerConnector):
     """Asks every child, lets one load, and merges what their workers report by transfer."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        kind: ConnectorKind,
-        children: Sequence[Child],
-        schedulers: Sequence[SchedulerConnector],
-    ) -> None:
+    def __init__(self, config: ConnectorConfig, schedulers: Sequence[SchedulerConnector]) -> None:
+        children = config.plan.parts
         self.observes = reduce(or_, (scheduler.observes for scheduler in schedulers), OBSERVES_NOTHING)
         self._num_fallbacks: Counter[int] = Counter()  # loads that another child took over, by who failed
-        self.views = ChildViews(kind, children)
+        self.views = ChildViews(config.plan.kind, children)
         self.sending = SendingTable()
         self._engine = config.engine
         self._children = children
-        kinds = [child.plan.kind for child in children]
+        kinds = [child.kind for child in children]
         self._pushing = kinds.index("push") if "push" in kinds else None
         self._schedulers = schedulers
         tiers = [
@@ -200,7 +194,7 @@ class MultiScheduler(SchedulerConnector):
             return False  # after a loan the engine asks anew: what is found then is not the lender's
         for index, (child, scheduler) in enumerate(zip(self._children, self._schedulers, strict=True)):
             view = self.views.request(request, index)
-            if index == load.child or child.plan.kind == "push" or view is None:
+            if index == load.child or child.kind == "push" or view is None:
                 continue  # a push would need a ticket, and the peer has one already
             if view.kv_ready is None:
                 view = msgspec.structs.replace(view, kv_ready=True)  # no time to wait for a word: what is there counts
@@ -287,7 +281,7 @@ class MultiScheduler(SchedulerConnector):
         ]
         if request.kv != "handoff":
             return FinishDecision(hold_blocks=any(answer.hold_blocks for answer in answers))
-        kinds = [child.plan.kind for child in self._children]
+        kinds = [child.kind for child in self._children]
         takes_part = [
             self.views.takes_part(key, i) and (kind != "pull" or answer.hold_blocks)
             for i, (kind, answer) in enumerate(zip(kinds, answers, strict=True))

@@ -14,7 +14,8 @@ from pdkv.connectors.base import (
     Shown,
     TransferKey,
 )
-from pdkv.connectors.multi.wire import Child, decode_handoff, decode_ticket
+from pdkv.connectors.multi.wire import decode_handoff, decode_ticket
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.wire.kv import ConnectorKind
 
 Range = TypeVar("Range", ScheduledRange, ConfirmedRange)
@@ -23,12 +24,12 @@ Range = TypeVar("Range", ScheduledRange, ConfirmedRange)
 class ChildViews:
     """Views of one engine's requests, by child."""
 
-    def __init__(self, kind: ConnectorKind, children: Sequence[Child]) -> None:
+    def __init__(self, kind: ConnectorKind, children: Sequence[ConnectorPlan]) -> None:
         """`kind`: of all together."""
         self.num_malformed = 0  # hand-offs and tickets that could not be read
         self._kind = kind
-        self._kinds = [child.plan.kind for child in children]
-        self._lends = [child.plan.lends for child in children]
+        self._kinds = [child.kind for child in children]
+        self._lends = [child.lends for child in children]
 
     def takes_part(self, key: TransferKey, child: int) -> bool:
         """Whether a child has a part in what is handed off under that key: all have, except in a loan, and stores

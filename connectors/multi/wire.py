@@ -1,11 +1,10 @@
 """What `multi` puts around its children's own data: keys, hand-offs, tickets, handshakes and a step's orders."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from pdkv.connectors.base import KVConnector, KVConnectorMetadata, TransferKey
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.errors import MalformedMessage
 from pdkv.wire.decoding import decode_total
@@ -13,19 +12,7 @@ from pdkv.wire.kv import EngineCard
 from pdkv.wire.types import MAX_BLOB_BYTES
 
 
-class Child(NamedTuple):
-    """One of the connectors that `multi` runs."""
-
-    plan: ConnectorPlan
-    connector: KVConnector
-
-    @property
-    def name(self) -> str:
-        """As in the option `connectors`."""
-        return self.plan.name
-
-
-def part_name(place: int, child: Child) -> str:
+def part_name(place: int, child: ConnectorPlan) -> str:
     """A child among the parts that are counted by themselves."""
     return f"{place}-{child.name}"
 
@@ -118,7 +105,7 @@ def encode_handshake(names: Sequence[str], blobs: Sequence[bytes]) -> bytes:
     return _encoder.encode([Part(name, blob) for name, blob in zip(names, blobs, strict=True)])
 
 
-def split_card(card: EngineCard, children: Sequence[Child]) -> list[EngineCard] | str:
+def split_card(card: EngineCard, children: Sequence[ConnectorPlan]) -> list[EngineCard] | str:
     """A peer's card as each child would see it; or why there is none, with what the peer has instead."""
     ranks: list[list[Part]] = []
     for blob in card.rank_blobs:
@@ -131,13 +118,6 @@ def split_card(card: EngineCard, children: Sequence[Child]) -> list[EngineCard] 
         if [part.name for part in parts] != names:
             return f"{card.connector} of {','.join(part.name for part in parts)}"
     return [
-        msgspec.structs.replace(
-            card,
-            connector=child.name,
-            kind=child.plan.kind,
-            content_addressed=child.plan.content_addressed,
-            orders=list(child.plan.orders),
-            rank_blobs=[parts[index].blob for parts in ranks],
-        )
+        msgspec.structs.replace(card, **child.on_card(), rank_blobs=[parts[index].blob for parts in ranks])
         for index, child in enumerate(children)
     ]

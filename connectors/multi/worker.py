@@ -15,7 +15,8 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.connectors.multi.wire import Child, MultiMetadata, encode_handshake, part_name, split_card, tag
+from pdkv.connectors.multi.wire import MultiMetadata, encode_handshake, part_name, split_card, tag
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.wire.kv import EngineCard
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 class MultiWorker(WorkerConnector):
     """The children's worker sides of one rank. What results mean together is for the scheduler side to say."""
 
-    def __init__(self, children: Sequence[Child], workers: Sequence[WorkerConnector]) -> None:
+    metadata_type = MultiMetadata
+
+    def __init__(self, children: Sequence[ConnectorPlan], workers: Sequence[WorkerConnector]) -> None:
         self._children = children
         self.workers = workers
         self._hooked: list[tuple[WorkerConnector, KVConnectorMetadata]] = []  # by the layers of the step that runs
@@ -41,8 +44,8 @@ class MultiWorker(WorkerConnector):
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, MultiMetadata)
         parts = [
-            msgspec.msgpack.decode(part, type=child.connector.metadata_type) if isinstance(part, msgspec.Raw) else part
-            for child, part in zip(self._children, meta.parts, strict=True)
+            msgspec.msgpack.decode(part, type=worker.metadata_type) if isinstance(part, msgspec.Raw) else part
+            for worker, part in zip(self.workers, meta.parts, strict=True)
         ]
         self._hooked = []
         for worker, part in zip(self.workers, parts, strict=True):

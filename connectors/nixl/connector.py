@@ -6,78 +6,19 @@ their source and read by their receiver (gather.py).
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from pdkv.connectors.arena.memory import Arena
-from pdkv.connectors.base import (
-    ConnectorConfig,
-    KVConnector,
-    KVConnectorMetadata,
-    SchedulerConnector,
-    Shown,
-    WorkerConnector,
-)
-from pdkv.connectors.block_table import BlockTable, LocalBlockTable
+from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, SchedulerConnector, Shown, WorkerConnector
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import BLOB_VERSION
-from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
-from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
-from pdkv.connectors.plan import INTERFACE, PUSH_ORDERS, ConnectorPlan, Requirement
-
-if TYPE_CHECKING:
-    import torch
-
-
-class NixlConnector(KVConnector):
-    """Its option `mode` chooses the subclass."""
-
-    declares = ConnectorPlan(
-        interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=("heads", "windows"),
-        wire_version=BLOB_VERSION,
-        requirements=(
-            Requirement(("nixl_cu12", "nixl_cu13"), "pip install 'pdkv[nixl]' (with CUDA 13: nixl-cu13)"),
-        ),
-    )  # fmt: skip
-    options_type = NixlOptions
-    options: NixlOptions
-
-    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        super().__init__(config, notify)
-        self._arena: Arena | None = None
-        if config.device == "cpu" and "arena" in self.options.paths:
-            self._arena = Arena(
-                engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks
-            )
-        generations = self._arena.table_arrays.generations if self._arena is not None else None
-        self._table = LocalBlockTable(config.num_blocks, generations)
-        self._peers = NixlPeers(config, self.options)
-
-    @classmethod
-    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
-        if cls is not NixlConnector:
-            return super().plan(options)
-        chosen = NixlPushConnector if NixlOptions.parse(options).mode == "push" else NixlPullConnector
-        return msgspec.structs.replace(chosen.declares, build=f"{__name__}:{chosen.__name__}")
-
-    def make_block_table(self) -> BlockTable:
-        return self._table
-
-    def allocate_kv_cache(self) -> "torch.Tensor | None":
-        """The pool in the arena, which peers on this host map; None: path=cma or ucx, or not in host memory."""
-        return None if self._arena is None else self._arena.kv_cache()
-
-    def shutdown(self) -> None:
-        if self._arena is not None:
-            self._table.close()
-            self._arena.close()
-
-    def _make_endpoint(self) -> NixlEndpoint:
-        """Raises ConfigError where NIXL is missing."""
-        return NixlEndpoint(self.config, self._peers, self.options, self._arena)
+from pdkv.connectors.peer.pull_scheduler import PullScheduler
+from pdkv.connectors.peer.push_scheduler import PushScheduler
+from pdkv.connectors.plan import CARRIED, INTERFACE, PUSH_ORDERS, ConnectorPlan, Requirement
 
 
 class NixlPullScheduler(PullScheduler):
@@ -86,30 +27,51 @@ class NixlPullScheduler(PullScheduler):
     shown = Shown.HANDOFFS
 
 
-class NixlPullConnector(NixlConnector):
-    """Decode reads."""
+class NixlConnector(KVConnector):
+    """Its option `mode` says who begins: decode reads, or prefill offers."""
 
-    metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
+    declares = ConnectorPlan(
+        interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=CARRIED,
+        wire_version=BLOB_VERSION,
+        requirements=(
+            Requirement(("nixl_cu12", "nixl_cu13"), "pip install 'pdkv[nixl]' (with CUDA 13: nixl-cu13)"),
+        ),
+    )  # fmt: skip
+    options_type = NixlOptions
 
-    def make_scheduler_side(self) -> SchedulerConnector:
-        return NixlPullScheduler(self.config, self._table, NixlPeers(self.config, self.options))
+    @classmethod
+    def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
+        if NixlOptions.parse(options).mode == "pull":
+            return cls.declares
+        return msgspec.structs.replace(cls.declares, kind="push", orders=(*PUSH_ORDERS, "concurrent"))
 
-    def make_worker_side(self, rank: int) -> WorkerConnector:
-        from pdkv.connectors.nixl.pull import NixlPullWorker
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        options = NixlOptions.parse(config.plan.options)
+        arena: Arena | None = None
+        if config.device == "cpu" and "arena" in options.paths:
+            arena = Arena(engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks)
+        table = LocalBlockTable(config.num_blocks, None if arena is None else arena.table_arrays.generations)
+        peers = NixlPeers(config, options)
 
-        return NixlPullWorker(self.config, self.notify, self._make_endpoint(), self.options, self._table)
+        def scheduler() -> SchedulerConnector:
+            own = NixlPeers(config, options)
+            return NixlPullScheduler(config, table, own) if options.mode == "pull" else PushScheduler(config, own)
 
+        def worker() -> WorkerConnector:
+            from pdkv.connectors.nixl.pull import NixlPullWorker
+            from pdkv.connectors.nixl.push import NixlPushWorker
 
-class NixlPushConnector(NixlConnector):
-    """Prefill offers, decode reads."""
+            endpoint = NixlEndpoint(config, peers, options, arena)
+            if options.mode == "pull":
+                return NixlPullWorker(config, notify, endpoint, options, table)
+            return NixlPushWorker(config, notify, endpoint, options)
 
-    declares = msgspec.structs.replace(NixlConnector.declares, kind="push", orders=(*PUSH_ORDERS, "concurrent"))
-    metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
+        if arena is None:  # path=cma or ucx, or a pool that is not in host memory
+            return Built(scheduler, worker, table)
 
-    def make_scheduler_side(self) -> SchedulerConnector:
-        return PushScheduler(self.config, NixlPeers(self.config, self.options))
+        def shutdown() -> None:
+            table.close()
+            arena.close()
 
-    def make_worker_side(self, rank: int) -> WorkerConnector:
-        from pdkv.connectors.nixl.push import NixlPushWorker
-
-        return NixlPushWorker(self.config, self.notify, self._make_endpoint(), self.options)
+        return Built(scheduler, worker, table, arena.kv_cache, shutdown)

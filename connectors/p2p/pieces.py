@@ -67,7 +67,7 @@ class PiecePool:
     """A rank's KV pool. Threads may share it.
 
     Args:
-        kv_cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous.
+        kv_cache: (num_blocks, num_layers, sides, num_kv_heads, block_size, head_size), contiguous.
     """
 
     def __init__(self, kv_cache: "torch.Tensor", layout: KVLayout) -> None:
@@ -162,7 +162,8 @@ class PiecePool:
 
     def _slices(self, part: UnitPart | None) -> int:
         """Into how many equal parts, of whole layers or K or V of one, a block or unit is cut to be digested."""
-        size, outer = self.unit_bytes(part), 2 * (self.layout.num_layers if part is None else part.num_layers)
+        size, layout = self.unit_bytes(part), self.layout
+        outer = layout.sides * (layout.num_layers if part is None else part.num_layers)
         return next((n for n in range(1, outer) if outer % n == 0 and size <= n * STEP_BYTES), outer)
 
     def _rows(self, ids: Ids, part: UnitPart | None) -> tuple[int, Ids]:

@@ -41,6 +41,7 @@ class PullWorker(PeerWorker):
     that `carries_digests` has `checksums` and `source_digests`, from `register_kv_caches` on, and `read_digests`.
     """
 
+    metadata_type = PullMetadata
     carries_digests: ClassVar[bool] = False
     checksums: Checksums
     source_digests: SourceDigests | None = None

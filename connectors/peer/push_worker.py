@@ -186,6 +186,7 @@ class PushWorker(PeerWorker):
     them where the peer writes by itself, and then calls `landed`, or `confirm` where it has digested the piece itself.
     """
 
+    metadata_type = PushMetadata
     checksums: Checksums
 
     @abstractmethod

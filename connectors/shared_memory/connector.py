@@ -14,10 +14,8 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import SharedBlockTable
 from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.arena.peers import PeerArenas
-from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
-from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.peer.pull_scheduler import PullMetadata
-from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, WorkerConnector
+from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
@@ -25,8 +23,6 @@ from pdkv.connectors.transfer.lanes import DEVICE_THREADS
 from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from pdkv.connectors.arena.device_pool import PoolDevice
 
 
@@ -34,55 +30,40 @@ class SharedMemoryConnector(KVConnector):
     """Owns the engine's arena; its block table and KV pool lie there."""
 
     declares = ConnectorPlan(
-        interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=("heads", "windows"),
+        interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=CARRIED,
         wire_version=2,  # no events in the card: what is published is there
     )  # fmt: skip
-    metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
     options_type = SharedMemoryOptions
-    options: SharedMemoryOptions
+    scheduler_type: ClassVar[type[SharedMemoryScheduler]] = SharedMemoryScheduler
+    worker_type: ClassVar[type[SharedMemoryWorker]] = SharedMemoryWorker
 
-    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        super().__init__(config, notify)
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
         if config.layout.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
-        self._device = make_pool_device(config.device)
-        self._arena = Arena(
-            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks,
-            device=self._device,
-        )  # fmt: skip
-        self._table = SharedBlockTable(self._arena.table_arrays, self._arena.shape.table)
-        self._peers = PeerArenas(config)  # of both sides: a peer is mapped once
-
-    def make_block_table(self) -> BlockTable:
-        return self._table
-
-    def allocate_kv_cache(self) -> "torch.Tensor":
-        """The pool in the arena, or on the device, as peers map it."""
-        return self._arena.kv_cache()
-
-    def make_scheduler_side(self) -> SchedulerConnector:
-        return SharedMemoryScheduler(self.config, self._table, self.options, self._peers)
-
-    def make_worker_side(self, rank: int) -> WorkerConnector:
-        """This process' rank's side; `rank` is the one that the connector was built for."""
-        assert rank == self.config.rank, "a connector is built for one rank"
-        make: Callable[..., SharedMemoryWorker] = SharedMemoryWorker
-        if self._device is not None:
-            from pdkv.connectors.shared_memory.device_worker import DeviceSharedMemoryWorker
-
-            make = partial(DeviceSharedMemoryWorker, device=self._device)
-        return make(
-            self.config,
-            self._arena,
-            self.notify,
-            io_threads=self.options.io_threads or (1 if self._device is None else DEVICE_THREADS),
-            load_timeout_s=self.options.load_timeout_s,
-            peers=self._peers,
+        options: SharedMemoryOptions = cls.options_type.parse(config.plan.options)
+        device = make_pool_device(config.device)
+        arena = Arena(
+            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks, device=device
         )
+        table = SharedBlockTable(arena.table_arrays, arena.shape.table)
+        peers = PeerArenas(config)  # of both sides: a peer is mapped once
 
-    def shutdown(self) -> None:
-        self._table.close()
-        self._arena.close()
+        def worker() -> WorkerConnector:
+            make: Callable[..., SharedMemoryWorker] = cls.worker_type
+            if device is not None:
+                from pdkv.connectors.shared_memory.device_worker import DeviceSharedMemoryWorker
+
+                make = partial(DeviceSharedMemoryWorker, device=device)
+            io_threads = options.io_threads or (1 if device is None else DEVICE_THREADS)
+            timeout_s = options.load_timeout_s
+            return make(config, arena, notify, io_threads=io_threads, load_timeout_s=timeout_s, peers=peers)
+
+        def shutdown() -> None:
+            table.close()
+            arena.close()
+
+        return Built(lambda: cls.scheduler_type(config, table, options, peers), worker, table, arena.kv_cache, shutdown)
 
 
 def make_pool_device(kind: str) -> "PoolDevice | None":

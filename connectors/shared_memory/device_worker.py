@@ -60,7 +60,7 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         exported = self._arena.exported
         if exported is None or kv_cache.data_ptr() != exported.data.data_ptr():
-            raise ConfigError("connector shared_memory must allocate the KV pool itself (allocate_kv_cache)")
+            raise ConfigError("connector shared_memory must allocate the KV pool itself (Built.kv_cache)")
         self._data = exported.data
         self._compile()
         self._start_on(kv_cache)

@@ -76,7 +76,7 @@ class SharedMemoryWorker(PullWorker):
         if kv_cache.device.type != "cpu":
             raise ConfigError(f"connector shared_memory has its pool in host memory, the KV is on {kv_cache.device}")
         if not self._arena.holds(kv_cache):
-            raise ConfigError("connector shared_memory must allocate the KV pool itself (allocate_kv_cache)")
+            raise ConfigError("connector shared_memory must allocate the KV pool itself (Built.kv_cache)")
 
     def handshake(self) -> bytes:
         return msgspec.msgpack.encode(self._arena.address)

@@ -6,6 +6,7 @@ store gives back is verified before anybody uses it (envelope.py): a store need 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import ClassVar
 
 import msgspec
@@ -13,21 +14,14 @@ import msgspec
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import unix_time
 from pdkv.base.options import option
-from pdkv.connectors.base import (
-    ConnectorConfig,
-    KVConnector,
-    KVConnectorMetadata,
-    SchedulerConnector,
-    WorkerConnector,
-)
-from pdkv.connectors.plan import INTERFACE, ConnectorPlan
-from pdkv.connectors.registry import connector_class
+from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector
+from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
-from pdkv.connectors.store.plan import StoreCut, StoreMetadata
+from pdkv.connectors.store.plan import StoreCut
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.sign_key import make_sealer
 from pdkv.connectors.store.values import SealedValues
@@ -54,20 +48,17 @@ class StoreConnector(KVConnector):
     `options_type`, a subclass of StoreConnectorOptions, has its options as fields and opens the store that they name.
     """
 
-    declares = ConnectorPlan(
-        interface=INTERFACE, kind="store", content_addressed=True, layouts=("heads", "windows"),
-        probe=f"{__name__}:probe",
-    )  # fmt: skip
-    metadata_type: ClassVar[type[KVConnectorMetadata]] = StoreMetadata
+    declares = ConnectorPlan(interface=INTERFACE, kind="store", content_addressed=True, layouts=CARRIED)
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
-    options: StoreConnectorOptions
     probe_interval_s: ClassVar[float] = 5.0  # how often a store that does not answer is asked again; also at the start
     watches: ClassVar[bool] = True  # a server that is silent is asked whether it is there
     retry_after_s: float = 1.0  # how long a server that failed is left alone, at first
     unix_time = staticmethod(unix_time)  # by which stored values end
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        super().__init__(config, notify)
+        """Raises ConfigError for what cannot be built."""
+        self.config, self.notify = config, notify
+        self.options = self.options_type.parse(config.plan.options)
         groups = self.options.layer_groups
         if not groups:
             most = min((len(group.layers) for group in config.layout.groups), default=config.layout.num_layers)
@@ -90,7 +81,24 @@ class StoreConnector(KVConnector):
         parsed = cls.options_type.parse(options)
         codecs = parsed.make_codecs()
         codec = _identity(codecs) if codecs[0].lossy else ""
-        return msgspec.structs.replace(cls.declares, hit_tokens=parsed.tokens_per_value, codec=codec)
+        probe = f"{cls.__module__}:{cls.__qualname__}.probe"
+        return msgspec.structs.replace(cls.declares, probe=probe, hit_tokens=parsed.tokens_per_value, codec=codec)
+
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        shared = cls(config, notify)
+        return Built(shared.make_scheduler_side, shared.make_worker_side, shutdown=shared.shutdown)
+
+    @classmethod
+    def probe(cls, plan: ConnectorPlan) -> str:
+        """Why the store does not answer; empty: it does. Raises ConfigError for what waiting won't cure."""
+        try:
+            with closing(cls.options_type.parse(plan.options).open_store()) as store:
+                for part in store.parts().values():
+                    part.contains(_PROBE_KEYS)
+        except TransferError as error:
+            return f"{error}"
+        return ""
 
     def open_store(self) -> KVStore:
         """The store that the options name."""
@@ -111,9 +119,7 @@ class StoreConnector(KVConnector):
     def make_scheduler_side(self) -> SchedulerConnector:
         news, ahead = StoreNews(self.store, self.cut, self._value_bytes()), self.store.look_ahead_bytes
         lookups = self.make_lookups()
-        return StoreScheduler(
-            self.config, self.options, self.cut, lookups, news, ahead, self.unix_time, table=self.block_table
-        )
+        return StoreScheduler(self.config, self.options, self.cut, lookups, news, ahead, self.unix_time)
 
     def make_lookups(self) -> KeyLookups:
         """What a scheduler side asks."""
@@ -134,7 +140,7 @@ class StoreConnector(KVConnector):
         num_units = self.cut.value_tokens[0] // HASH_BLOCK_SIZE
         return sum(self.coder.body_bytes(0, part.part, num_units) + ENVELOPE_BYTES for part in self.cut.parts[0])
 
-    def make_worker_side(self, rank: int) -> WorkerConnector:
+    def make_worker_side(self) -> WorkerConnector:
         values = SealedValues(self.store, self.sealer, self.unix_time)
         return StoreWorker(self.config, self.options, self.cut, values, self.notify, coder=self.coder)
 
@@ -147,19 +153,3 @@ class StoreConnector(KVConnector):
 def _identity(codecs: Sequence[Codec]) -> str:
     """Of all forms of a value together."""
     return "+".join(codec.identity for codec in codecs)
-
-
-def probe(plan: ConnectorPlan) -> str:
-    """Why a store connector's store does not answer; empty: it does. Raises ConfigError for what waiting won't cure."""
-    connector = connector_class(plan)
-    assert issubclass(connector, StoreConnector), plan.build
-    try:
-        store = connector.options_type.parse(plan.options).open_store()
-        try:
-            for part in store.parts().values():
-                part.contains(_PROBE_KEYS)
-        finally:
-            store.close()
-    except TransferError as error:
-        return f"{error}"
-    return ""

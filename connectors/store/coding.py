@@ -56,4 +56,5 @@ class ValueCoder:
             layout.dtype,
             first_layer=part.layer_start,
             total_layers=layout.num_layers,
+            sides=layout.sides,
         )

@@ -26,7 +26,6 @@ from pdkv.connectors.base import (
     SchedulerView,
     TransferKey,
 )
-from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.store.base import StoreConnector, StoreConnectorOptions
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
@@ -92,6 +91,7 @@ class LMCacheOptions(StoreConnectorOptions):
 class LMCacheConnector(StoreConnector):
     """A StoreConnector whose keys, bodies and store are LMCache's."""
 
+    declares = msgspec.structs.replace(StoreConnector.declares, layouts=("heads", "windows"), positions=("rotated",))
     options_type = LMCacheOptions
     options: LMCacheOptions
 
@@ -122,7 +122,7 @@ class LMCacheConnector(StoreConnector):
         except subprocess.SubprocessError as error:
             raise ConfigError(f"option hash_seed: Python does not take {options.hash_seed!r}: {error}") from None
         lookups, news = self.make_lookups(), _NoNews(self.store, self.cut)
-        return _ChunkScheduler(self.config, options, self.cut, lookups, news, keys, self.notify, self.block_table)
+        return _ChunkScheduler(self.config, options, self.cut, lookups, news, keys, self.notify)
 
 
 class ChunkCut(StoreCut):
@@ -151,9 +151,7 @@ class ChunkCodec(Codec):
 
     def encode(self, images: Bytes, shape: PartShape) -> Bytes:
         shape.check(images)
-        units = _numbers(images, shape).reshape(
-            shape.num_units, shape.num_layers, 2, shape.num_heads, HASH_BLOCK_SIZE, shape.head_size
-        )
+        units = _numbers(images, shape).reshape(shape.dimensions)
         return np.ascontiguousarray(units.transpose(2, 1, 0, 4, 3, 5)).reshape(-1).view(np.uint8)
 
     def decode(self, coded: Bytes, shape: PartShape, out: Bytes) -> None:
@@ -161,9 +159,7 @@ class ChunkCodec(Codec):
         tokens = _numbers(coded, shape).reshape(
             2, shape.num_layers, shape.num_units, HASH_BLOCK_SIZE, shape.num_heads, shape.head_size
         )
-        units = _numbers(out, shape).reshape(
-            shape.num_units, shape.num_layers, 2, shape.num_heads, HASH_BLOCK_SIZE, shape.head_size
-        )
+        units = _numbers(out, shape).reshape(shape.dimensions)
         units[:] = tokens.transpose(2, 1, 0, 4, 3, 5)
 
     def trim(self, padded: Bytes) -> Bytes:
@@ -223,9 +219,8 @@ class _ChunkScheduler(StoreScheduler):
         news: StoreNews,
         keys: ChunkKeys,
         notify: Callable[[], None],
-        table: BlockTable | None,
     ) -> None:
-        super().__init__(config, options, cut, lookups, news, table=table)
+        super().__init__(config, options, cut, lookups, news)
         self.tiers = _ChunkTiers(self._orders, news, lookups)
         self._keys = keys
         self._notify = notify

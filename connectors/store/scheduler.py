@@ -33,7 +33,6 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
-from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.connectors.store.look_ahead import LookAhead
 from pdkv.connectors.store.lookup import KeyLookups
@@ -136,11 +135,9 @@ class StoreScheduler(SchedulerConnector):
         news: StoreNews,
         look_ahead_bytes: int = 0,
         unix_time: Callable[[], float] = unix_time,
-        *,
-        table: BlockTable | None = None,
     ) -> None:
         """`look_ahead_bytes`: of a rank's values that the store spares for waiting requests; 0: none. `unix_time`: by
-        which stored values end. `table`: of the pool; without it nothing waits for room.
+        which stored values end. Without a block table nothing waits for room.
         """
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,
@@ -166,7 +163,7 @@ class StoreScheduler(SchedulerConnector):
         self._put_off: deque[_PutOff] = deque()  # what was too much, in the order of its saves
         self._num_put_off_tokens = 0
         self._max_put_off_tokens = config.num_blocks * layout.block_size
-        self._table = table
+        self._table = config.block_table
         self._handoffs: dict[TransferKey, list[Value]] = {}  # being saved or leased, with their tails
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # last keys of requests
         self._parts = count(1)  # numbers of saves, and of deletions of tails

@@ -95,6 +95,8 @@ class _Delete(NamedTuple):
 class StoreWorker(TransferWorker):
     """One rank's loads and saves. Loads have the shared lane; saves have lanes of their own, and cannot delay them."""
 
+    metadata_type = StoreMetadata
+
     def __init__(
         self,
         config: ConnectorConfig,
@@ -127,7 +129,7 @@ class StoreWorker(TransferWorker):
         self._near = NearValues(values.store, cut, BetweenTiers(values, self._each_buffer, self.clock))
         self._pace = Pace(self.clock.now)
         self._wake = notify
-        self._block_size = config.layout.block_size
+        self._block_size, self._row_bytes = config.layout.block_size, config.layout.row_bytes
         self._told_that_saves_fail = False  # the last one did
         self._log_limit = LogLimit(QUIET_S)
         self._progress: dict[TransferKey, LoadProgress] = {}  # of loads under way
@@ -495,7 +497,7 @@ class StoreWorker(TransferWorker):
         num_used = value.num_tokens % HASH_BLOCK_SIZE
         if num_used:  # what earlier owners of the block left behind the tail stays here
             last = images[-self._pool.unit_bytes(part) :]
-            last.reshape(part.num_layers * 2 * part.num_heads, HASH_BLOCK_SIZE, -1)[:, num_used:] = 0
+            last.reshape(-1, HASH_BLOCK_SIZE, self._row_bytes)[:, num_used:] = 0
 
     def _units(self, span: BlockSpan, start: int, stop: int) -> Ids:
         """The units that hold tokens [start, stop)."""

@@ -69,8 +69,7 @@ class PoolDigests:
     """A rank's pool, of which digests are made. Threads may share it.
 
     Args:
-        kv_cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous; a tensor on any device,
-            or an array.
+        kv_cache: of `layout`'s shape, contiguous; a tensor on any device, or an array.
         layout: of the pool; `rank` of `tp` says which heads of the model its heads are.
     """
 
@@ -81,7 +80,7 @@ class PoolDigests:
         self.layout = layout
         self.unit_tokens = unit_tokens(layout.block_size)
         self.first_head = rank_heads(rank, tp, layout.kv_heads_of_all_ranks).start
-        self._token_bytes = layout.head_size * layout.dtype_bytes  # of one layer, K or V, and head
+        self._token_bytes = layout.row_bytes
         self.flat: Bytes | None = None
         self._words: torch.Tensor | None = None
         if isinstance(kv_cache, np.ndarray):
@@ -110,7 +109,7 @@ class PoolDigests:
 
     def unit_bytes(self, part: UnitPart) -> int:
         """Bytes of a part of one unit."""
-        return 2 * part.num_layers * part.num_heads * self.unit_tokens * self._token_bytes
+        return self.layout.sides * part.num_layers * part.num_heads * self.unit_tokens * self._token_bytes
 
     def digests(self, tokens: Tokens, part: UnitPart) -> Digests:
         """By unit and head of the part, (n, heads), summed over the part's layers. What wrote them has been awaited."""
@@ -118,7 +117,7 @@ class PoolDigests:
             return self._device_digests(tokens, part)
         offsets, sizes = self._offsets(tokens, part), tokens.counts * self._token_bytes
         result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
-        add_digests(result, _seeds(self.first_head, part), self.flat, offsets, self._rows(part), sizes=sizes)
+        add_digests(result, self._seeds(part), self.flat, offsets, self._rows(part), sizes=sizes)
         return result
 
     def compile_kernels(self) -> None:
@@ -168,24 +167,28 @@ class PoolDigests:
         assert self.flat is not None
         digests = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
         add_digests(
-            digests, _seeds(self.first_head, part), source, np.ascontiguousarray(pieces.source), pieces.rows,
+            digests, self._seeds(part), source, np.ascontiguousarray(pieces.source), pieces.rows,
             sizes=tokens.counts * self._token_bytes, target=self.flat,
             target_offsets=np.ascontiguousarray(pieces.target),
         )  # fmt: skip
         return digests
+
+    def _seeds(self, part: UnitPart) -> Digests:
+        return _seeds(self.first_head, self.layout.sides, part)
 
     def _offsets(self, tokens: Tokens, part: UnitPart) -> Ids:
         """Where the first row of the part of each unit begins, in bytes."""
         layout, size = self.layout, self._token_bytes
         blocks, places = np.divmod(tokens.units, layout.block_size // self.unit_tokens)
         head_bytes = layout.block_size * size
-        first = (part.layer_start * 2 * layout.num_kv_heads + part.head_start) * head_bytes
+        first = (part.layer_start * layout.sides * layout.num_kv_heads + part.head_start) * head_bytes
         return blocks * layout.block_bytes + (places * self.unit_tokens + tokens.skipped) * size + first
 
     def _rows(self, part: UnitPart) -> Rows:
         head_bytes = self.layout.block_size * self._token_bytes
         side_bytes, row_bytes = self.layout.num_kv_heads * head_bytes, self.unit_tokens * self._token_bytes
-        return Rows(2 * part.num_layers, side_bytes, side_bytes, part.num_heads, head_bytes, head_bytes, row_bytes)
+        outer = self.layout.sides * part.num_layers
+        return Rows(outer, side_bytes, side_bytes, part.num_heads, head_bytes, head_bytes, row_bytes)
 
     def queue(self, tokens: Tokens, part: UnitPart) -> "QueuedDigests":
         """As `digests`, of a pool on a device and behind what its current stream has been given: it may be what writes
@@ -196,7 +199,7 @@ class PoolDigests:
         from pdkv.kernels.digest_triton import digests_triton
         from pdkv.kernels.upload import to_tensor
 
-        words, rows, seeds = self._words, self._rows(part), _seeds(self.first_head, part).view(np.int64)
+        words, rows, seeds = self._words, self._rows(part), self._seeds(part).view(np.int64)
         assert words is not None
         offsets, sizes = self._offsets(tokens, part), tokens.counts * self._token_bytes
         begins, counts, keys = (
@@ -228,10 +231,10 @@ class QueuedDigests(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _seeds(first_head: int, part: UnitPart) -> Digests:
+def _seeds(first_head: int, sides: int, part: UnitPart) -> Digests:
     """Of the rows of a part, whose heads are counted from `first_head` of the model on."""
     heads = range(first_head + part.head_start, first_head + part.head_stop)
-    return seeds_of(range(part.layer_start, part.layer_stop), heads)
+    return seeds_of(range(part.layer_start, part.layer_stop), heads, sides)
 
 
 class PieceDigests:
@@ -253,7 +256,7 @@ class PieceDigests:
             return
         if self._kept is None:
             offsets, sizes = (self.pool._offsets(self.tokens, self._part), self.tokens.counts * self.pool._token_bytes)
-            self._kept = offsets, sizes, _seeds(self.pool.first_head, self._part)
+            self._kept = offsets, sizes, self.pool._seeds(self._part)
             self._digests = np.zeros((offsets.size, self._part.num_heads), dtype=np.uint64)
         assert self._digests is not None
         (offsets, sizes, seeds), rows = self._kept, self.pool._rows(self._part)

@@ -92,10 +92,10 @@ def unit_pieces(own: KVLayout, peer: KVLayout, theirs: Ids, their_first_head: in
     if part.head_stop > heads[0] or their_first_head + part.num_heads > heads[1] or part.layer_stop > own.num_layers:
         raise TransferError(f"{part}, from head {their_first_head} there, of pools of {heads} heads")
     target, source = _unit_offsets(own, ours, part.head_start), _unit_offsets(peer, theirs, their_first_head)
-    strides = [layout.layer_bytes // (2 * layout.num_kv_heads) for layout in (own, peer)]  # from head to head
+    strides = [layout.block_size * layout.row_bytes for layout in (own, peer)]  # from head to head
     rows = host.Rows(
-        2 * part.num_layers, strides[0] * heads[0], strides[1] * heads[1],
-        part.num_heads, strides[0], strides[1], HASH_BLOCK_SIZE * own.head_size * own.dtype_bytes,
+        own.sides * part.num_layers, strides[0] * heads[0], strides[1] * heads[1],
+        part.num_heads, strides[0], strides[1], HASH_BLOCK_SIZE * own.row_bytes,
     )  # fmt: skip
     return Pieces(target + part.layer_start * own.layer_bytes, source + part.layer_start * peer.layer_bytes, rows)
 
@@ -125,6 +125,6 @@ def _check_pairs(theirs: Ids, ours: Ids) -> None:
 
 def _unit_offsets(layout: KVLayout, units: Ids, head: int) -> Ids:
     """Where the first row of each unit lies, from that head on."""
-    per_block, token_bytes = layout.block_size // HASH_BLOCK_SIZE, layout.head_size * layout.dtype_bytes
+    per_block, token_bytes = layout.block_size // HASH_BLOCK_SIZE, layout.row_bytes
     first: Ids = units // per_block * layout.block_bytes + head * layout.block_size * token_bytes
     return first + units % per_block * (HASH_BLOCK_SIZE * token_bytes)

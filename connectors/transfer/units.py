@@ -1,7 +1,7 @@
 """Copies units out of a rank's KV pool and into it: KV in a form that does not depend on block size or number of ranks.
 
-A unit is one hash block's tokens. Its image has shape (layers, 2, heads, HASH_BLOCK_SIZE, head_size) of the layers and
-heads that are asked for; a buffer holds images one after the other.
+A unit is one hash block's tokens. Its image has shape (layers, sides, heads, HASH_BLOCK_SIZE, head_size) of the layers
+and heads that are asked for; a buffer holds images one after the other.
 """
 
 import logging
@@ -73,24 +73,24 @@ class UnitPool:
     """A KV pool seen as units; unit = block * units_per_block + position in the block. Threads may share it.
 
     Args:
-        kv_cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous, on the CPU or a GPU.
+        kv_cache: (num_blocks, num_layers, sides, num_kv_heads, block_size, head_size), contiguous, on the CPU or a GPU.
 
     Raises:
         ValueError: another shape, or a block size that is no multiple of HASH_BLOCK_SIZE.
     """
 
     def __init__(self, kv_cache: "torch.Tensor") -> None:
-        if kv_cache.dim() != 6 or kv_cache.shape[2] != 2 or kv_cache.shape[4] % HASH_BLOCK_SIZE:
+        if kv_cache.dim() != 6 or kv_cache.shape[2] > 2 or kv_cache.shape[4] % HASH_BLOCK_SIZE:
             raise ValueError(f"a pool of whole units was expected, got {tuple(kv_cache.shape)}")
         if not kv_cache.is_contiguous():
             raise ValueError("the pool must be contiguous")
         self.kv_cache = kv_cache
-        num_blocks, self.num_layers, _, self.num_heads, block_size, head_size = kv_cache.shape
+        num_blocks, self.num_layers, self._sides, self.num_heads, block_size, head_size = kv_cache.shape
         self.block_size = block_size
         self.units_per_block = block_size // HASH_BLOCK_SIZE
         self.num_units = num_blocks * self.units_per_block
         self.on_cpu = streams_of(kv_cache.device).is_host
-        self._piece_bytes = HASH_BLOCK_SIZE * head_size * kv_cache.element_size()  # of one layer, K or V, and head
+        self._piece_bytes = HASH_BLOCK_SIZE * head_size * kv_cache.element_size()  # of one layer, side and head
         self.flat: Bytes | None = _as_bytes(kv_cache) if self.on_cpu else None
         self._of_thread = threading.local()
         self._rows_of: dict[UnitPart, _Rows] = {}
@@ -102,7 +102,7 @@ class UnitPool:
 
     def unit_bytes(self, part: UnitPart) -> int:
         """Bytes of the image of one unit."""
-        return part.num_layers * 2 * part.num_heads * self._piece_bytes
+        return part.num_layers * self._sides * part.num_heads * self._piece_bytes
 
     def compile_kernels(self) -> None:
         """Have a device's kernels compiled now, on a block of nobody's: no transfer waits for that."""
@@ -186,7 +186,7 @@ class UnitPool:
         """Queue a copy of units out of a pool on a device, on the current stream and behind `after`.
 
         Returns:
-            (units, layers, 2, heads, HASH_BLOCK_SIZE, head_size), on the device.
+            (units, layers, sides, heads, HASH_BLOCK_SIZE, head_size), on the device.
 
         Raises:
             TransferTimeout: that step's kernels were not even queued within that time.
@@ -248,19 +248,19 @@ class UnitPool:
 
     def _make_rows(self, part: UnitPart) -> _Rows:
         """The longest rows of equal size that the part consists of."""
-        per_block, heads = self.units_per_block, self.num_heads
-        pieces_per_block = self.num_layers * 2 * heads * per_block
+        per_block, heads, sides = self.units_per_block, self.num_heads, self._sides
+        pieces_per_block = self.num_layers * sides * heads * per_block
         merged = 1  # pieces in a row
         if per_block == 1:
             if part == self.whole:
                 merged = pieces_per_block
             elif part.num_heads == heads:
-                merged = 2 * heads
+                merged = sides * heads
             elif heads % part.num_heads == 0 and part.head_start % part.num_heads == 0:
                 merged = part.num_heads
         layers = np.arange(part.layer_start, part.layer_stop, dtype=np.int64)[:, None, None]
         head_ids = np.arange(part.head_start, part.head_stop, dtype=np.int64)[None, None, :]
-        pieces = ((layers * 2 + as_ids([0, 1])[None, :, None]) * heads + head_ids).ravel() * per_block
+        pieces = ((layers * sides + np.arange(sides)[None, :, None]) * heads + head_ids).ravel() * per_block
         return _Rows(merged * self._piece_bytes, pieces_per_block // merged, pieces[::merged] // merged)
 
     def _row_ids(self, units: Ids, rows: _Rows) -> Ids:
@@ -293,7 +293,7 @@ class UnitPool:
         await_copy(copies.done)
 
     def _image_shape(self, units: Ids, part: UnitPart) -> tuple[int, ...]:
-        return (units.size, part.num_layers, 2, part.num_heads, HASH_BLOCK_SIZE, self.kv_cache.shape[5])
+        return (units.size, part.num_layers, self._sides, part.num_heads, HASH_BLOCK_SIZE, self.kv_cache.shape[5])
 
     def _copies(self) -> "_Copies":
         """This thread's own stream: a copy waits for no kernel but those of the step that it comes after."""

@@ -57,10 +57,10 @@ def num_blocks_that_fit(layout: KVLayout, size_bytes: int) -> int:
     """
     num_blocks = size_bytes // layout.block_bytes
     logger.info(
-        "KV cache: %d blocks of %d tokens; a block = 2 x %d layers x %d KV heads x %d tokens x %d head size x %d bytes"
+        "KV cache: %d blocks of %d tokens; a block = %d x %d layers x %d KV heads x %d tokens x %d head size x %d bytes"
         " = %d bytes; %.1f MiB in all",
-        num_blocks, layout.block_size, layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_size,
-        layout.dtype_bytes, layout.block_bytes, num_blocks * layout.block_bytes / (1 << 20),
+        num_blocks, layout.block_size, layout.sides, layout.num_layers, layout.num_kv_heads, layout.block_size,
+        layout.head_size, layout.dtype_bytes, layout.block_bytes, num_blocks * layout.block_bytes / (1 << 20),
     )  # fmt: skip
     if layout.groups:
         windows = Counter(layout.windows)
@@ -73,14 +73,9 @@ def num_blocks_that_fit(layout: KVLayout, size_bytes: int) -> int:
     return num_blocks
 
 
-def pool_shape(layout: KVLayout, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-    """(num_blocks, num_layers, 2, num_kv_heads, block_size, head_size)."""
-    return (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
-
-
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
     """A pool of zeros: every page touched at start, and no NaN in what padded reads may see."""
-    pool = torch.empty(pool_shape(layout, num_blocks), dtype=getattr(torch, layout.dtype), device=device)
+    pool = torch.empty(layout.pool_shape(num_blocks), dtype=getattr(torch, layout.dtype), device=device)
     if device.type == "cpu":
         use_huge_pages(pool.data_ptr(), pool.nbytes)  # a block is in another place for every layer
     return pool.zero_()
@@ -88,7 +83,7 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> to
 
 def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
     """Raise ConfigError unless `pool`, which a connector made, is the contiguous pool of that layout."""
-    expected = (pool_shape(layout, num_blocks), layout.dtype)
+    expected = (layout.pool_shape(num_blocks), layout.dtype)
     got = (tuple(pool.shape), str(pool.dtype).removeprefix("torch."))
     if got != expected or not pool.is_contiguous():
         raise ConfigError(f"the connector's KV pool is {got}, contiguous={pool.is_contiguous()}; expected {expected}")

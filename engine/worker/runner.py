@@ -51,7 +51,7 @@ _NOTHING = Computed({}, {}, {}, [], 0)
 
 
 class ModelRunner:
-    """Runs steps over a persistent batch. Not thread-safe; `kv_pool` as in `pool_shape`, on the model's device.
+    """Runs steps over a persistent batch. Not thread-safe; `kv_pool` as in `KVLayout.pool_shape`, on its device.
 
     Where the device computes behind its host, a step is queued there as a whole: the tokens that it draws stay on the
     device, where the next step finds them, and one event says when the host may read them. Steps that

@@ -10,16 +10,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from pdkv.base.options import Options, Seconds, option
-from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata
-from pdkv.connectors.block_table import BlockTable, LocalBlockTable
+from pdkv.connectors.base import Built, ConnectorConfig, KVConnector
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
+from pdkv.connectors.peer.pull_scheduler import PullScheduler
 from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.step_done import ON_HOST
@@ -120,11 +120,12 @@ class Server:
 class SocketWorker(PullWorker):
     """One rank's worker side: a server of its own pool, and a reader of its peers'."""
 
-    def __init__(self, connector: "SocketConnector") -> None:
+    def __init__(
+        self, config: ConnectorConfig, notify: Callable[[], None], table: LocalBlockTable, timeout_s: float
+    ) -> None:
         lanes = LaneConfig(num_shared=0, thread_name="pdkv-read")  # a thread per rank of a peer, made on demand
-        peers, timeout_s = PeerCards(connector.config), connector.options.timeout_s
-        super().__init__(connector.config, connector.notify, peers, timeout_s=timeout_s, lanes=lanes)
-        self._table = connector.table
+        super().__init__(config, notify, PeerCards(config), timeout_s=timeout_s, lanes=lanes)
+        self._table = table
         self._server: Server | None = None
         self._lock_of_asking = threading.Lock()  # guards the connections: none is closed while `interrupt` breaks it
         self._asking: dict[Job, socket.socket] = {}
@@ -202,19 +203,14 @@ class SocketConnector(KVConnector):
     """Built once in each rank's process. pyproject.toml names it `sockets`."""
 
     options_type = SocketOptions
-    options: SocketOptions
     declares = ConnectorPlan(interface=2, kind="pull")
-    metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
-    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        super().__init__(config, notify)
-        self.table = LocalBlockTable(config.num_blocks)  # written by the scheduler, read by rank 0's server
-
-    def make_block_table(self) -> BlockTable:
-        return self.table
-
-    def make_scheduler_side(self) -> PullScheduler:
-        return PullScheduler(self.config, self.table, PeerCards(self.config))
-
-    def make_worker_side(self, rank: int) -> SocketWorker:
-        return SocketWorker(self)
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        timeout_s = SocketOptions.parse(config.plan.options).timeout_s
+        table = LocalBlockTable(config.num_blocks)  # written by the scheduler, read by rank 0's server
+        return Built(
+            lambda: PullScheduler(config, table, PeerCards(config)),
+            lambda: SocketWorker(config, notify, table, timeout_s),
+            table,
+        )

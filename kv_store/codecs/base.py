@@ -1,5 +1,6 @@
 """A codec: images of KV to the bytes that a store keeps, and back. docs/kv-codecs.md has the formats."""
 
+import math
 import struct
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final, NamedTuple
@@ -20,7 +21,7 @@ assert _HEADER.size == HEADER_BYTES
 
 
 class PartShape(NamedTuple):
-    """Of images of units side by side: (num_units, num_layers, 2, num_heads, HASH_BLOCK_SIZE, head_size)."""
+    """Of images of units side by side: (num_units, num_layers, sides, num_heads, HASH_BLOCK_SIZE, head_size)."""
 
     num_units: int
     num_layers: int
@@ -29,11 +30,17 @@ class PartShape(NamedTuple):
     dtype: str  # "float32", "bfloat16" or "float16"
     first_layer: int = 0
     total_layers: int = 0  # of the model, or of a KV group's blocks; 0: num_layers
+    sides: int = 2  # K and V; 1: one latent row
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """Of all images."""
+        return self.num_units, self.num_layers, self.sides, self.num_heads, HASH_BLOCK_SIZE, self.head_size
 
     @property
     def num_numbers(self) -> int:
         """Of all images."""
-        return self.num_units * self.num_layers * 2 * self.num_heads * HASH_BLOCK_SIZE * self.head_size
+        return math.prod(self.dimensions)
 
     @property
     def num_bytes(self) -> int:

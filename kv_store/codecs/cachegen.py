@@ -47,10 +47,11 @@ class CacheGenCodec(Codec):
             factors *= _COARSER
 
     def _factors(self, shape: PartShape) -> cachegen.Floats:
-        """(layers, 2): steps of K and of V, in mean absolute deltas."""
+        """(layers, 2): steps of K and of V, in mean absolute deltas; a latent row's are K's."""
         layers = range(shape.first_layer, shape.first_layer + shape.num_layers)
         total = shape.total_layers or shape.num_layers
         factors = np.array([_FACTORS[min(3 * layer // total, 2)] for layer in layers], dtype=np.float32)
+        factors = factors if shape.sides == 2 else factors[:, [0, 0]]
         return factors * np.float32(2 ** ((self.level - self.default_level) / 2))
 
     def decode(self, coded: Bytes, shape: PartShape, out: Bytes) -> None:
@@ -82,10 +83,10 @@ class CacheGenCodec(Codec):
 
 def _kernel_shape(shape: PartShape) -> Shape:
     units, layers, heads, head_size, dtype = shape[:5]
-    return Shape(units, layers, 2 * heads, HASH_BLOCK_SIZE, head_size, dtype)
+    return Shape(units, layers, shape.sides * heads, HASH_BLOCK_SIZE, head_size, dtype)
 
 
 def _fixed_bytes(shape: PartShape) -> int:
     """Of a body, without the words: per layer their number and the states, two steps a plane, two bytes a channel."""
-    planes = 2 * shape.num_heads
+    planes = shape.sides * shape.num_heads
     return shape.num_layers * (4 + 4 * LANES + planes * (8 + 2 * shape.head_size))

@@ -7,7 +7,6 @@ from typing import ClassVar, Final
 import numpy as np
 import torch
 
-from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.errors import KVCorrupted, KVNotCodable
 from pdkv.kv_store.codecs.base import HEADER_BYTES, Bytes, Codec, PartShape
 
@@ -15,7 +14,8 @@ _HIGHEST: Final = 1e30  # a scale beyond it cannot be coded: every number that i
 
 
 class ScaledCodec(Codec):
-    """Lossy. A value is the scales of K, the scales of V, in float32, and a code for each number in the images' order.
+    """Lossy. A value is the scales of K, those of V if there is one, in float32, and a code for each number in the
+    images' order.
 
     Dimensions are those of one side's numbers, (units, layers, heads, HASH_BLOCK_SIZE, head_size).
     """
@@ -39,10 +39,10 @@ class ScaledCodec(Codec):
 
     def encode(self, images: Bytes, shape: PartShape) -> Bytes:
         shape.check(images)
-        numbers = torch.from_numpy(_writable(images)).view(getattr(torch, shape.dtype)).view(_dimensions(shape)).float()
-        codes = torch.empty(_dimensions(shape), dtype=torch.uint8)
+        numbers = torch.from_numpy(_writable(images)).view(getattr(torch, shape.dtype)).view(shape.dimensions).float()
+        codes = torch.empty(shape.dimensions, dtype=torch.uint8)
         scales = []
-        for side, shared in enumerate(self.shared):
+        for side, shared in enumerate(self.shared[: shape.sides]):
             scale = numbers[:, :, side].abs().amax(shared, keepdim=True) / self.largest
             if not bool((scale <= _HIGHEST).all()):  # nor where it is NaN
                 raise KVNotCodable(f"{self.identity}: there are NaN, infinities or numbers beyond {_HIGHEST}")
@@ -61,28 +61,24 @@ class ScaledCodec(Codec):
         if not bool(((scales >= 0) & (scales <= _HIGHEST)).all()):
             raise KVCorrupted(f"{self.identity}: a scale that is no number from 0 to {_HIGHEST}")
         dtype: torch.dtype = getattr(torch, shape.dtype)
-        numbers = self.from_codes(torch.from_numpy(_writable(body[offset:]))).view(_dimensions(shape))
+        numbers = self.from_codes(torch.from_numpy(_writable(body[offset:]))).view(shape.dimensions)
         for side, sizes in enumerate(self._scale_shapes(shape)):
             scale, scales = scales[: math.prod(sizes)].view(sizes), scales[math.prod(sizes) :]
             numbers[:, :, side] *= scale
         if not bool(numbers.isfinite().all()):
             raise KVCorrupted(f"{self.identity}: a code that stands for no number")
         most = torch.finfo(dtype).max
-        torch.from_numpy(out).view(dtype).view(_dimensions(shape)).copy_(numbers.clamp_(-most, most))
+        torch.from_numpy(out).view(dtype).view(shape.dimensions).copy_(numbers.clamp_(-most, most))
 
     def _scale_shapes(self, shape: PartShape) -> list[tuple[int, ...]]:
         """Of K's scales and of V's."""
-        units, layers, heads, head_size = shape[:4]
-        side = (units, layers, heads, HASH_BLOCK_SIZE, head_size)
-        return [tuple(1 if i in shared else size for i, size in enumerate(side)) for shared in self.shared]
+        side = shape.dimensions[:2] + shape.dimensions[3:]
+        return [
+            tuple(1 if i in shared else size for i, size in enumerate(side)) for shared in self.shared[: shape.sides]
+        ]
 
     def _scale_bytes(self, shape: PartShape) -> int:
         return 4 * sum(map(math.prod, self._scale_shapes(shape)))
-
-
-def _dimensions(shape: PartShape) -> tuple[int, ...]:
-    units, layers, heads, head_size = shape[:4]
-    return units, layers, 2, heads, HASH_BLOCK_SIZE, head_size
 
 
 def _writable(data: Bytes) -> Bytes:

@@ -98,9 +98,6 @@ class Ranked:
         self.ended.put(error)
 
     def worker(self, rank: int) -> RankWorker:
-        return self.connector(rank).worker
-
-    def connector(self, rank: int) -> RankConnector:
         return RankConnector.made[self.core.card.engine, rank]
 
     def close(self) -> None:
@@ -330,7 +327,7 @@ def test_metadata_of_another_type_than_the_connector_says_is_an_error(
     tiny_model_dir: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or its fields would be lost on the other ranks, silently."""
-    monkeypatch.setattr(RankConnector, "metadata_type", KVConnectorMetadata)
+    monkeypatch.setattr(RankWorker, "metadata_type", KVConnectorMetadata)
     engine = make_engine(tiny_model_dir, 2)
     with pytest.raises(RankError, match="metadata_type is KVConnectorMetadata, its scheduler side made Note"):
         engine.core.step(1.0)
@@ -396,7 +393,7 @@ def test_a_report_that_is_asked_for_has_what_all_ranks_count_now(tiny_model_dir:
 def test_a_rank_with_news_wakes_the_engine(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
     """F19: nobody else would."""
     engine = make_engine(tiny_model_dir, 2)
-    engine.connector(1).notify()
+    engine.worker(1).notify()
     poll = select.poll()
     poll.register(engine.wake_fd, select.POLLIN)
     assert poll.poll(10_000)

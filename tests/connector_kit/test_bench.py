@@ -33,7 +33,7 @@ from pdkv.connector_kit.bench.yardsticks import Bare
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Violation
-from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.connectors.registry import CONNECTORS, load_connector
 from pdkv.connectors.transfer.planning import as_ids, run_starts
 from pdkv.errors import ConfigError
 from pdkv.wire.kv import ChecksumMode
@@ -270,13 +270,13 @@ def test_a_third_party_names_its_bare_transport() -> None:
 
     assert bare_of("theirs:Own", Own, {}) == "somewhere:Bare"
     assert bare_of("theirs:Own", object, {}) is None
-    target = connector_target("store")
+    target = CONNECTORS.target("store")
     assert "Redis" in str(bare_of(target, load_connector("store"), {"url": "unix:///x,file:///y"}))
 
 
 def test_an_option_says_which_bare_transport_lies_below() -> None:
     def bare(name: str, **options: str) -> str:
-        target = connector_target(name)
+        target = CONNECTORS.target(name)
         return str(bare_of(target, object, options)).rpartition(":")[2]
 
     assert bare("p2p") == bare("p2p", sockets="unix") == "UnixMessage"
@@ -322,11 +322,11 @@ def memory(transport: BareTransport, name: str) -> Bytes:
 
 
 def test_what_a_store_keeps_of_a_measurement_is_bounded() -> None:
-    store, storage = connector_target("store"), connector_target("shared_storage")
+    store, storage = CONNECTORS.target("store"), CONNECTORS.target("shared_storage")
     assert "ttl_s" in plans.bounded(store, {"url": "redis://localhost"})
     assert plans.bounded(store, {"url": "file:///x", "capacity": "1MiB"})["capacity"] == "1MiB"
     assert "capacity" in plans.bounded(storage, {"path": "/x"})
-    assert not plans.bounded(connector_target("nixl"), {})
+    assert not plans.bounded(CONNECTORS.target("nixl"), {})
 
 
 def test_layouts_have_names_or_numbers() -> None:

@@ -51,11 +51,11 @@ SERVERS: Mapping[str, Callable[[], AbstractContextManager[str]]] = {
 
 IN_MAKE_TEST = (
     "content_identity", "attempts", "later_attempts", "replay", "aborts", "kv_groups", "lower_tiers", "restarted_peer",
-    "step_thread",
+    "step_thread", "latent_rows",
 )  # fmt: skip
 """Of a connector of each kind; `memory` that pulls passes all, and so do all of them in `make matrix`."""
 
-OF_OTHERS = ("content_identity", "aborts", "kv_groups")
+OF_OTHERS = ("content_identity", "aborts", "kv_groups", "latent_rows")
 
 OF_EACH_KIND = (("shared_memory", {}), ("p2p", {}), ("store", {}))
 """Memory that is read in place, connections, and content that is found by its keys."""

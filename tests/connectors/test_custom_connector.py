@@ -1,8 +1,10 @@
 """The example in examples/custom_connector: a package of its own, found by its entry point, serves real engines."""
 
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,26 @@ def test_the_connector_is_short_and_wraps_none_of_the_shipped_ones() -> None:
     text = (EXAMPLES / "custom_connector/pdkv_sqlite.py").read_text()
     assert len(text.splitlines()) <= 58
     check_wraps_no_shipped_connector(text)
+
+
+def test_its_store_is_a_scheme_of_urls_and_a_tier_behind_host_memory(
+    installed: Path, hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    workload = greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path)
+    tiers = ["--kv-host-memory", "16MiB", "--kv-store", f"sqlite://{tmp_path}/kv.db"]
+    with deployed(workload, "--prefill", "1", "--decode", "1", "--connector", "shared_memory", *tiers) as deployment:
+        run_all(deployment, workload)
+    assert num_values(tmp_path / "kv.db")
+    store = ["--connector", "store", "--connector-config", f"url=sqlite://{tmp_path}/kv.db"]
+    with deployed(workload, "--prefill", "1", "--decode", "1", *store) as deployment:
+        check_decode_computed_nothing(run_all(deployment, workload))
+
+
+def num_values(path: Path) -> int:
+    """Rows of the store's table."""
+    with closing(sqlite3.connect(path)) as db:
+        return int(db.execute("SELECT count(*) FROM kv").fetchone()[0])
 
 
 def test_its_entry_point_serves_engines_and_unknown_options_are_refused(

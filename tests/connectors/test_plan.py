@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
@@ -10,11 +11,12 @@ import pytest
 from pdkv.assemble.engine import build_engine
 from pdkv.base.options import Options
 from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
-from pdkv.connectors.base import KVConnector
+from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.plan import INTERFACE, ConnectorPlan
-from pdkv.connectors.registry import connector_class, load_connector, plan_connector
+from pdkv.connectors.registry import build_connector, load_connector, plan_connector
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import plan_with_tiers
+from pdkv.wire.kv import KVLayout
 
 OF_ALL: Mapping[str, Mapping[str, str]] = {
     "lmcache": {"url": "lmcache://host:1", "model_name": "m", "hash": "sha256_cbor"},
@@ -45,7 +47,7 @@ def test_a_plan_is_plain_data_that_names_what_is_built(name: str) -> None:
     plan = plan_connector(name, OF_ALL[name])
     assert msgspec.json.decode(msgspec.json.encode(plan), type=ConnectorPlan) == plan
     assert (plan.name, plan.options, plan.interface) == (name, OF_ALL[name], INTERFACE)
-    assert issubclass(connector_class(plan), KVConnector)
+    assert callable(resolve_name(plan.build))
     with pytest.raises(AttributeError, match="immutable"):
         plan.kind = "store"  # type: ignore[misc]
 
@@ -58,6 +60,26 @@ def test_what_multi_is_follows_from_its_parts() -> None:
     assert (plan.codec, parts[1].codec) == ("int8-1.0", "int8-1.0")
     assert [p.hit_spacing(32) for p in (plan, *parts)] == [96, 0, 96]
     assert plan.wire_versions == {p.name: p.wire_version for p in (*parts, plan)}
+
+
+def test_kv_that_a_plan_does_not_name_is_refused_with_both_values() -> None:
+    plain = KVLayout(2, 1, 8, 16, "float32", 4)
+    latent, unrotated = (msgspec.structs.replace(plain, **fields) for fields in ({"sides": 1}, {"positions": "none"}))
+    lmcache = plan_connector("lmcache", OF_ALL["lmcache"])
+    for plan, layout, message in (
+        (lmcache, latent, "lmcache carries KV in layouts heads, windows, and the KV of engine e is latent"),
+        (lmcache, unrotated, "lmcache carries KV with positions rotated, and the KV of engine e is none"),
+        (plan_connector("multi", {"connectors": "lmcache,memory", **{f"0.{k}": v for k, v in lmcache.options.items()}}),
+         latent, "multi carries KV in layouts heads, windows, and"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            build_connector(
+                ConnectorConfig(engine="e", epoch="1", layout=layout, num_blocks=4, plan=plan), lambda: None
+            )
+    for name in ("memory", "nixl", "p2p", "shared_memory", "shared_storage", "store"):
+        plan = plan_connector(name, OF_ALL[name])
+        assert {*plan.layouts} >= {"heads", "windows", "latent"}
+        assert {*plan.positions} == {"rotated", "none"}
 
 
 @pytest.mark.parametrize("kind", [OfAnEarlierInterface, OfALaterInterface])

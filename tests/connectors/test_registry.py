@@ -31,19 +31,19 @@ def test_every_shipped_name_resolves_to_a_connector(name: str) -> None:
 def test_an_unknown_name_lists_the_known_ones(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("theirs", DIRECT, "pdkv.connectors"))
     with pytest.raises(UnknownConnector, match=r"'nope'; known: lmcache, memory, .*theirs"):
-        registry.connector_target("nope")
+        registry.CONNECTORS.target("nope")
 
 
 def test_an_entry_point_is_found_and_loaded(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("theirs", DIRECT, "pdkv.connectors"))
-    assert registry.connector_targets()["theirs"] == DIRECT
+    assert registry.CONNECTORS.targets()["theirs"] == DIRECT
     assert registry.load_connector("theirs") is P2PConnector
 
 
 def test_an_entry_point_does_not_take_a_shipped_name_over(installed: list[EntryPoint]) -> None:
     installed.append(EntryPoint("memory", DIRECT, "pdkv.connectors"))
-    assert registry.connector_targets()["memory"] == registry.SHIPPED["memory"]
-    assert registry.connector_target("memory") == registry.SHIPPED["memory"]
+    assert registry.CONNECTORS.targets()["memory"] == registry.SHIPPED["memory"]
+    assert registry.CONNECTORS.target("memory") == registry.SHIPPED["memory"]
 
 
 def test_module_and_class_can_be_given_directly() -> None:
@@ -64,4 +64,4 @@ def test_what_is_no_connector_is_refused() -> None:
 @pytest.mark.parametrize("name", ["", ":", "module:", ":Class"])
 def test_a_malformed_name_is_unknown(name: str) -> None:
     with pytest.raises(UnknownConnector):
-        registry.connector_target(name)
+        registry.CONNECTORS.target(name)

@@ -275,14 +275,10 @@ def test_the_children_of_multi_hear_which_steps_to_wait_for() -> None:
         metas: list[KVConnectorMetadata] = []
         source.worker.start_load_kv = metas.append  # type: ignore[method-assign, assignment]
 
-        class Named:
-            name = "store"
-            connector = source.connectors[0]
-
         part = msgspec.Raw(msgspec.msgpack.encode(StoreMetadata(step_id=3)))
         meta = MultiMetadata(step_id=3, parts=[part])
         meta.earlier_steps, meta.this_step = LateStep(), LateStep()
-        MultiWorker([Named()], [source.worker]).start_load_kv(meta)  # type: ignore[list-item]
+        MultiWorker([source.connectors[0].config.plan], [source.worker]).start_load_kv(meta)
         assert metas[0].earlier_steps is meta.earlier_steps
         assert metas[0].this_step is meta.this_step
 

@@ -9,7 +9,7 @@ import torch
 from push_rig import make_layout
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import ConnectorConfig, KVConnector
+from pdkv.connectors.base import Built, ConnectorConfig
 from pdkv.connectors.multi.wire import encode_handshake
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.wire.kv import EngineCard
@@ -24,14 +24,14 @@ NEEDS = {"nixl": ("nixl_cu12", "nixl_cu13")}
 NUM_BLOCKS = 8
 
 
-def make(name: str) -> KVConnector:
+def make(name: str) -> tuple[ConnectorConfig, Built]:
     if not any(importlib.util.find_spec(module) for module in NEEDS.get(name, ("torch",))):
         pytest.skip(f"{name} needs {' or '.join(NEEDS[name])}")
     config = ConnectorConfig(
         engine="decode-0", epoch="1", layout=make_layout(), num_blocks=NUM_BLOCKS, model="m",
         plan=plan_connector(name, OPTIONS[name]),
     )  # fmt: skip
-    return build_connector(config, lambda: None)
+    return config, build_connector(config, lambda: None)
 
 
 def card_of(name: str, versions: dict[str, int], blobs: Sequence[bytes]) -> EngineCard:
@@ -50,12 +50,12 @@ def test_a_peer_of_another_version_is_refused_before_anything_else_of_its_card_i
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a version that is to come puts into its card can be anything."""
-    connector = make(name)
-    versions = connector.config.plan.wire_versions
+    config, connector = make(name)
+    versions = config.plan.wire_versions
     child, own = next(iter(versions.items()))  # of multi: its first child
     blob = b"of a version to come"
     blobs = [encode_handshake(["p2p", "shared_memory"], [blob, blob])] if name == "multi" else [blob]
-    scheduler = connector.make_scheduler_side()
+    scheduler = connector.scheduler()
     with caplog.at_level(logging.WARNING):
         scheduler.update_peers([card_of(name, versions | {child: own + 1}, blobs)])
     assert f"no KV from engine prefill-0: connector {child} speaks version {own} in engine decode-0 and version " in (
@@ -68,14 +68,14 @@ def test_a_peer_of_another_version_is_refused_before_anything_else_of_its_card_i
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_peer_of_the_same_version_is_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    connector = make(name)
-    layout = connector.config.layout
+    config, connector = make(name)
+    layout = config.layout
     shape = (NUM_BLOCKS, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
-    pool = connector.allocate_kv_cache()
-    scheduler, worker = connector.make_scheduler_side(), connector.make_worker_side(0)
+    pool = connector.kv_cache()
+    scheduler, worker = connector.scheduler(), connector.worker()
     worker.register_kv_caches(torch.zeros(shape) if pool is None else pool)
     with caplog.at_level(logging.WARNING):
-        scheduler.update_peers([card_of(name, connector.config.plan.wire_versions, [worker.handshake()])])
+        scheduler.update_peers([card_of(name, config.plan.wire_versions, [worker.handshake()])])
     assert "speaks version" not in caplog.text
     scheduler.shutdown()
     worker.shutdown()

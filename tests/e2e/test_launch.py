@@ -25,10 +25,11 @@ class Gated(SharedMemoryConnector):
     '''Starts when somebody has written to the FIFO that the option `gate` names.'''
     options_type = GatedOptions
 
-    def __init__(self, config, notify):
-        super().__init__(config, notify)
-        with open(self.options.gate) as gate:
+    @classmethod
+    def build(cls, config, notify):
+        with open(config.plan.options["gate"]) as gate:
             gate.readline()
+        return super().build(config, notify)
 """
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,37 @@ Open = Callable[..., KVStore]
 )
 def test_a_url_names_a_store_and_connects_later(url: str, kind: type[KVStore], open_: Open) -> None:
     assert type(open_(url)) is kind
+
+
+class Elsewhere(MemoryStore):
+    """A third party's."""
+
+
+def test_a_package_adds_a_scheme_and_takes_none_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, open_: Open
+) -> None:
+    """Its class is called with the address; as a tier it has `write`, and no option of another store's."""
+    own = f"{__name__}:Elsewhere"
+    names = {"else": own, "file": own, "gone": "no.such:Store", "odd": "pdkv.errors:ConfigError"}
+    points = [EntryPoint(name, value, "pdkv.kv_stores") for name, value in names.items()]
+    monkeypatch.setattr("pdkv.base.registry.entry_points", lambda group: points if group == "pdkv.kv_stores" else [])
+    store = open_("else://a%20b/c")
+    assert type(store) is Elsewhere
+    store.put([(b"k", memoryview(b"v"))])
+    with MemoryStore("a b/c") as same:
+        assert same.contains([b"k"]) == [True]
+    tiered = open_(f"host://{tmp_path},else://d?write=second-use")
+    assert isinstance(tiered, TieredStore)
+    assert type(tiered.tiers[1].store) is Elsewhere
+    for url, message in (
+        ("else://d?ttl_s=1", "unknown option 'ttl_s'"),
+        ("gone://x", r"store 'gone' \(no.such:Store\) cannot be imported"),
+        ("odd://x", "store 'odd': pdkv.errors:ConfigError is no subclass of KVStore"),
+        ("file://relative", "an absolute path was expected"),
+        ("nope://x", "az://, else://, gone://, odd://$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_(url)
 
 
 def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> None:

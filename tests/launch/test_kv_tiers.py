@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from pdkv.config import HandoffConfig, TiersConfig
-from pdkv.connectors.multi.connector import MultiConnector
 from pdkv.connectors.plan import ConnectorPlan
-from pdkv.connectors.registry import connector_class, plan_connector
+from pdkv.connectors.registry import plan_connector
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers, plan_with_tiers
 
@@ -54,7 +53,7 @@ def test_several_connectors_get_one_more() -> None:
         "shared_storage",
         "store",
     ]
-    assert connector_class(made) is MultiConnector
+    assert made.build == "pdkv.connectors.multi.connector:MultiConnector.build"
 
 
 def test_host_memory_goes_in_front_of_a_store_that_hands_over() -> None:

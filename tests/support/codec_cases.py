@@ -11,7 +11,7 @@ SHAPE = PartShape(num_units=4, num_layers=6, num_heads=2, head_size=32, dtype="b
 def draw(shape: PartShape, *, seed: int = 0, outlier: float = 8.0) -> torch.Tensor:
     """Images; K has channels with a mean of their own, and some with a much larger spread than others."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = (shape.num_units, shape.num_layers, 2, shape.num_heads, 16, shape.head_size)
+    sizes = shape.dimensions
     numbers = torch.randn(sizes, generator=generator)
     numbers[:, :, 0] += 3 * torch.randn((1, *sizes[1:2], sizes[3], 1, sizes[5]), generator=generator)
     numbers[:, :, 0, :, :, 3] *= outlier

@@ -17,6 +17,7 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.base import (
     BlockTables,
+    Built,
     ConfirmedRange,
     ConnectorConfig,
     Direction,
@@ -28,6 +29,7 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.step_done import StepDone
@@ -96,15 +98,16 @@ class RankedEngine:
         config = ConnectorConfig(
             engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, plan=plan, model=model, tp=tp,
             device=device, kv_checksum=kv_checksum, kv_shards=max(kv_shards, tp), clock=clock,
+            block_table=LocalBlockTable(num_blocks),
         )  # fmt: skip
-        self.connectors: list[Any] = [
+        self.connectors = [
             build_connector(msgspec.structs.replace(config, rank=rank), self.woken.release) for rank in range(tp)
         ]
         first = self.connectors[0]
-        self.table = first.make_block_table()
+        self.table = first.block_table or config.block_table
         self.pools = [self._allocate(c, num_blocks, own_pool) for c in self.connectors]
-        self.scheduler: Any = first.make_scheduler_side()
-        self.workers: list[Any] = [c.make_worker_side(rank) for rank, c in enumerate(self.connectors)]
+        self.scheduler: Any = first.scheduler()
+        self.workers: list[Any] = [connector.worker() for connector in self.connectors]
         for worker, pool in zip(self.workers, self.pools, strict=True):
             worker.register_kv_caches(pool)
         self.card = EngineCard(
@@ -164,8 +167,8 @@ class RankedEngine:
         empty: dict[str, Any] = dict.fromkeys(SchedulerView.__struct_fields__[1:], ())
         meta = self.scheduler.build_connector_meta(SchedulerView(self.step_id, **(empty | news)))
         encoded = msgspec.msgpack.encode(meta)
-        for connector, worker in zip(self.connectors, self.workers, strict=True):
-            orders = msgspec.msgpack.decode(encoded, type=connector.metadata_type)
+        for worker in self.workers:
+            orders = msgspec.msgpack.decode(encoded, type=worker.metadata_type)
             orders.earlier_steps = self.earlier_steps
             worker.start_load_kv(orders)
         return meta
@@ -210,11 +213,11 @@ class RankedEngine:
         self.collect()
         return self._reports
 
-    def _allocate(self, connector: KVConnector, num_blocks: int, own_pool: bool) -> torch.Tensor:
+    def _allocate(self, connector: Built, num_blocks: int, own_pool: bool) -> torch.Tensor:
         """One rank's pool, filled with -1."""
         layout = self.layout
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
-        pool = connector.allocate_kv_cache() if own_pool else None
+        pool = connector.kv_cache() if own_pool else None
         pool = torch.empty(shape, dtype=getattr(torch, layout.dtype)) if pool is None else pool
         return pool.fill_(-1)
 

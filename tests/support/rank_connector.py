@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pdkv.connectors.base import (
     NO_TRANSFERS,
+    Built,
     ConnectorConfig,
     KVConnector,
     KVConnectorMetadata,
@@ -44,8 +45,10 @@ class Notes(SchedulerConnector):
 class RankWorker(WorkerConnector):
     """Writes down what it is told."""
 
-    def __init__(self, config: ConnectorConfig) -> None:
-        self.config = config
+    metadata_type = Note
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        self.config, self.notify = config, notify
         self.notes: list[str] = []
         self.peers: list[str] = []
         self.to_report = NO_TRANSFERS
@@ -88,17 +91,9 @@ class RankConnector(KVConnector):
     """Found by (engine, rank) in `made`, for tests whose ranks are threads."""
 
     declares = ConnectorPlan(interface=INTERFACE, kind="store")
-    metadata_type: ClassVar[type[KVConnectorMetadata]] = Note
-    made: ClassVar[dict[tuple[str, int], "RankConnector"]] = {}
+    made: ClassVar[dict[tuple[str, int], RankWorker]] = {}
 
-    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        super().__init__(config, notify)
-        self.worker = RankWorker(config)
-        self.made[config.engine, config.rank] = self
-
-    def make_scheduler_side(self) -> SchedulerConnector:
-        return Notes()
-
-    def make_worker_side(self, rank: int) -> WorkerConnector:
-        assert rank == self.config.rank
-        return self.worker
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        worker = cls.made[config.engine, config.rank] = RankWorker(config, notify)
+        return Built(Notes, lambda: worker)

@@ -24,6 +24,7 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.store.base import StoreConnector
@@ -195,11 +196,12 @@ class Engine:
         self.step_id = 0
         self.earlier_steps: StepDone | None = None  # of the next steps
         RigConnector.current = store
+        self.table = LocalBlockTable(NUM_BLOCKS)
         self.connectors = [
             RigConnector(
                 ConnectorConfig(
                     engine=name, epoch="1", layout=self.layout, num_blocks=NUM_BLOCKS, plan=plan, model="m",
-                    rank=rank, tp=tp, kv_shards=max(kv_shards, tp), clock=clock,
+                    rank=rank, tp=tp, kv_shards=max(kv_shards, tp), clock=clock, block_table=self.table,
                 ),
                 self.woken.release,
             )
@@ -207,7 +209,6 @@ class Engine:
         ]  # fmt: skip
         for connector in self.connectors:
             connector.unix_time = unix_time
-        self.table = self.connectors[0].make_block_table()
         scheduler = self.connectors[0].make_scheduler_side()
         assert isinstance(scheduler, StoreScheduler)
         self.scheduler = scheduler
@@ -215,8 +216,8 @@ class Engine:
         self.pools: list[torch.Tensor] = []
         heads = self.layout.num_kv_heads
         shape = (NUM_BLOCKS, self.layout.num_layers, 2, heads, block_size, 4)
-        for rank, connector in enumerate(self.connectors):
-            worker = connector.make_worker_side(rank)
+        for connector in self.connectors:
+            worker = connector.make_worker_side()
             assert isinstance(worker, StoreWorker)
             self.workers.append(worker)
             self.pools.append(torch.full(shape, -1.0))

@@ -15,7 +15,7 @@ import torch
 from store_servers import RedisServer
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import BlockHold, ConnectorConfig, KVConnector, TransferKey
+from pdkv.connectors.base import BlockHold, ConnectorConfig, TransferKey
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.errors import ConfigError
 from pdkv.vllm.engine import choose_connector
@@ -58,25 +58,24 @@ class Vllm:
         save_wait_s: float = 10.0,
     ) -> None:
         self.wake = threading.Event()
-        config = ConnectorConfig(
+        self.config = ConnectorConfig(
             engine=name, epoch=f"{name}.0", layout=LAYOUT, num_blocks=staging, plan=plan_connector(connector, options),
             model="m",
         )  # fmt: skip
-        self.connector = build_connector(config, self.wake.set)
-        shows_pool = type(self.connector).make_block_table is not KVConnector.make_block_table
+        self.connector = build_connector(self.config, self.wake.set)
         self.scheduler = VllmScheduler(
-            self.connector.make_scheduler_side(),
+            self.connector.scheduler(),
             Identity("m", "layout", BLOCK),
             num_staging_blocks=staging,
             unit_tokens=max(BLOCK, int(options.get("tokens_per_value", BLOCK))),
             saves=saves,
         )
         self.worker = VllmWorker(
-            self.connector.make_worker_side(0),
+            self.connector.worker(),
             LAYOUT,
             num_staging_blocks=staging,
-            pool=self.connector.allocate_kv_cache(),
-            table=self.connector.make_block_table() if shows_pool else None,
+            pool=self.connector.kv_cache(),
+            table=self.connector.block_table,
             wake=self.wake,
             save_wait_s=save_wait_s if saves else 0.0,
         )
@@ -158,16 +157,16 @@ def introduce(*engines: Vllm) -> None:
     """Show the engines each other's cards."""
     cards = [
         EngineCard(
-            engine=e.connector.config.engine, epoch=e.connector.config.epoch, role="any", pid=os.getpid(),
+            engine=e.config.engine, epoch=e.config.epoch, role="any", pid=os.getpid(),
             connector="shared_memory", kind="pull", content_addressed=True, orders=[], model="m", layout=LAYOUT,
-            hash_block_size=HASH_BLOCK_SIZE, num_blocks=e.connector.config.num_blocks,
+            hash_block_size=HASH_BLOCK_SIZE, num_blocks=e.config.num_blocks,
             max_model_len=512, max_num_seqs=8,
             rank_blobs=[e.worker.handshake()],
         )
         for e in engines
     ]  # fmt: skip
     for engine in engines:
-        others = [card for card in cards if card.engine != engine.connector.config.engine]
+        others = [card for card in cards if card.engine != engine.config.engine]
         engine.scheduler.update_peers(others)
         engine.worker._worker.update_peers(others, [])
 

@@ -39,7 +39,8 @@ from pdkv.wire.messages import (
 from pdkv.wire.reports import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TierHeld
 from pdkv.wire.tiers import CacheAnswer, TierAnswer, TierEvents, TierPart
 
-LAYOUT = KVLayout(1, 1, 8, 16, "float32", 4, 2, (KVGroup((0, 2)), KVGroup((1,), 64)), ((0.5, 1.0),) * 3, "cachegen-8")
+GROUPS = (KVGroup((0, 2)), KVGroup((1,), 64))
+LAYOUT = KVLayout(1, 1, 8, 16, "float32", 4, 2, GROUPS, ((0.5, 1.0),) * 3, "cachegen-8", 1, "none")
 LOGPROB = TokenLogprob(7, -0.5, 1, ((7, -0.5), (9, -1.5)))
 SOURCES = SourceCounts(1, 2, 3, 4, 5)
 STATS = ConnectorStats(*range(1, 13), 0.5, 1, 2, {"d": "tcp"}, TierHeld(1, 2, 3, 4, {5: 6}), 0.5, 0.25, 2.0, 1.0, 3)

@@ -29,7 +29,7 @@ class _Queries(ABC, Generic[Work, Args]):
     """Over one pool. `prepare` once per step, then `attend` per layer."""
 
     def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
-        """`kv_pool` as in `pool_shape`, contiguous, of a dtype that the kernel takes."""
+        """`kv_pool` as in `KVLayout.pool_shape`, contiguous, of a dtype that the kernel takes."""
         self._pool = kv_pool
         _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
         side = kv_heads * block_size * head_size

@@ -28,7 +28,7 @@ def make_backend(
     """The backend of the pool's device, and dtype.
 
     Args:
-        kv_pool: as in `pool_shape`.
+        kv_pool: as in `KVLayout.pool_shape`.
         num_heads: query heads of this rank.
         layers: of the model, in order.
         name: "auto": on a device FlashInfer, where it is installed and right, else our kernels.

@@ -13,7 +13,7 @@ from pdkv.assemble.core import build_core
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.version import VERSION
 from pdkv.config import EngineConfig, HandoffConfig, is_paced, paced_part
-from pdkv.connectors.base import ConnectorConfig, KVConnector, KVConnectorMetadata, SchedulerConnector, WorkerConnector
+from pdkv.connectors.base import Built, ConnectorConfig, KVConnectorMetadata, SchedulerConnector
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.plan import NO_PLAN, ConnectorPlan
 from pdkv.connectors.registry import build_connector, plan_connector
@@ -163,11 +163,12 @@ def build_engine(
         on_progress("loading weights")
         executor, identity = _load(source, on_identity, lambda: _make_executor(plan, source, place, grammars))
     on_progress(f"allocating {executor.num_blocks} KV blocks")
-    built: KVConnector | None = None
+    built: Built | None = None
     try:
         _check_pool_memory(config, executor)
-        built = _make_connector(plan, identity, executor, notify)
-        return _connect(plan, identity, role, built, executor, grammars)
+        table = LocalBlockTable(executor.num_blocks)
+        built = _build_connector(plan, identity, executor, notify, block_table=table)
+        return _connect(plan, identity, role, built, table, executor, grammars)
     except BaseException:
         _shut_down(executor, built)
         raise
@@ -200,7 +201,7 @@ def run_rank(
     rank = place.rank
     first = FirstRank(place.sockets[0], rank, timeout_s=config.rank_timeout_s, start_timeout_s=place.start_timeout_s)
     executor: InProcessExecutor | None = None
-    built: KVConnector | None = None
+    built: Built | None = None
     try:
         plan = _Plan.read(config, handoff, connector, name, epoch, kv_shards, proposer)
         with plan.open_model() as source:
@@ -209,13 +210,12 @@ def run_rank(
         executor.num_blocks = first.wait_to_attach(executor.num_blocks, identity)
         on_progress(f"allocating {executor.num_blocks} KV blocks")
         _check_pool_memory(config, executor)
-        built = _make_connector(plan, identity, executor, first.notify, rank=rank)
-        worker = built.make_worker_side(rank) if built is not None else None
-        (info,) = executor.attach(built.allocate_kv_cache() if built is not None else None, worker)
+        built = _build_connector(plan, identity, executor, first.notify, rank=rank)
+        worker = None if built is None else built.worker()
+        (info,) = executor.attach(None if built is None else built.kv_cache(), worker)
         first.attached(info)
         on_ready()
-        metadata_type = KVConnectorMetadata if built is None else built.metadata_type
-        first.follow(executor, metadata_type)
+        first.follow(executor, KVConnectorMetadata if worker is None else worker.metadata_type)
     except Exception as error:
         first.give_up(error)
         raise
@@ -320,9 +320,15 @@ def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None, masks:
     )
 
 
-def _make_connector(
-    plan: _Plan, identity: str, executor: ModelExecutor, notify: Callable[[], None], *, rank: int = 0
-) -> KVConnector | None:
+def _build_connector(
+    plan: _Plan,
+    identity: str,
+    executor: ModelExecutor,
+    notify: Callable[[], None],
+    *,
+    rank: int = 0,
+    block_table: BlockTable | None = None,
+) -> Built | None:
     """One rank's connector; None for an engine without."""
     if plan.connector is None:
         return None
@@ -338,33 +344,31 @@ def _make_connector(
         kv_shards=plan.kv_shards,
         kv_checksum=plan.handoff.kv_checksum,
         device=resolve_device(plan.config).type,
+        block_table=block_table,
     )
     return build_connector(connector_config, notify)
 
 
 def _connect(
-    plan: _Plan, identity: str, role: str, connector: KVConnector | None, executor: ModelExecutor, grammars: GrammarHost
+    plan: _Plan,
+    identity: str,
+    role: str,
+    built: Built | None,
+    block_table: BlockTable,
+    executor: ModelExecutor,
+    grammars: GrammarHost,
 ) -> EngineCore:
     """Give the executor its pool and the core its card."""
-    block_table: BlockTable = LocalBlockTable(executor.num_blocks)
-    scheduler_side: SchedulerConnector | None = None
-    worker: WorkerConnector | None = None
-    if connector is not None:
-        block_table = connector.make_block_table()
-        scheduler_side = connector.make_scheduler_side()
-        worker = connector.make_worker_side(0)
+    scheduler_side = None if built is None else built.scheduler()
+    worker = None if built is None else built.worker()
     known = plan.connector or NO_PLAN
-    ranks = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
+    ranks = executor.attach(None if built is None else built.kv_cache(), worker)
     card = EngineCard(
         engine=plan.name,
         epoch=plan.epoch,
         role=role,
         pid=os.getpid(),
-        connector=known.name,
-        kind=known.kind,
-        content_addressed=known.content_addressed,
-        lends=known.lends,
-        orders=list(known.orders) if plan.connector is not None else [],
+        **known.on_card(),
         model=identity,
         layout=plan.layout_of(executor),
         hash_block_size=HASH_BLOCK_SIZE,
@@ -383,13 +387,13 @@ def _connect(
 
     def shutdown() -> None:
         grammars.close()
-        _shut_down(executor, connector, scheduler_side)
+        _shut_down(executor, built, scheduler_side)
 
     core = build_core(
         card=card,
         executor=executor,
         connector=scheduler_side,
-        block_table=block_table,
+        block_table=block_table if built is None or built.block_table is None else built.block_table,
         handoff=plan.handoff,
         limits=plan.limits,
         eos_token_ids=model.eos_token_ids,
@@ -404,12 +408,10 @@ def _connect(
     return core
 
 
-def _shut_down(
-    executor: Executor, connector: KVConnector | None, scheduler_side: SchedulerConnector | None = None
-) -> None:
+def _shut_down(executor: Executor, built: Built | None, scheduler_side: SchedulerConnector | None = None) -> None:
     """Worker side, scheduler side, then what both shared."""
     executor.shutdown()
     if scheduler_side is not None:
         scheduler_side.shutdown()
-    if connector is not None:
-        connector.shutdown()
+    if built is not None:
+        built.shutdown()

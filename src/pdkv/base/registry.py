@@ -58,22 +58,21 @@ class Registry(Generic[T]):
         """Import and return the class behind `name`.
 
         Raises:
-            ConfigError: no such name, its module or class is missing, or it extends something else.
+            ConfigError: no such name, its module or class is missing or imports what is, or it extends something else.
         """
         target = self.target(name)
         try:
             loaded = EntryPoint(name, target, self.group).load()
-        except (ModuleNotFoundError, AttributeError) as error:
-            module = target.partition(":")[0]
-            if isinstance(error, ModuleNotFoundError) and not _is_about(error, module):
-                raise  # the class exists; something that its module imports does not
-            raise self._unknown(f"{self.kind} {name!r} ({target}) cannot be imported: {error}") from error
+        except (ImportError, AttributeError) as error:
+            exists = isinstance(error, ImportError) and not _is_about(error, target.partition(":")[0])
+            raised = ConfigError if exists else self._unknown  # where it exists, what it imports does not
+            raise raised(f"{self.kind} {name!r} ({target}) cannot be imported: {error}") from error
         base = EntryPoint("base", self._base, self.group).load()
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
             raise ConfigError(f"{self.kind} {name!r}: {target} is no subclass of {base.__name__}")
         return loaded
 
 
-def _is_about(error: ModuleNotFoundError, module: str) -> bool:
+def _is_about(error: ImportError, module: str) -> bool:
     """Whether the missing module is `module` itself or a package that it lies in."""
     return error.name is not None and (module == error.name or module.startswith(error.name + "."))

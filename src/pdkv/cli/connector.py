@@ -10,7 +10,7 @@ from pdkv.cli.connector_bench import add_bench
 from pdkv.cli.connector_show import add_show
 from pdkv.cli.options import capitalized, connector_options
 from pdkv.cli.running import print_table
-from pdkv.connectors.registry import connector_targets, load_connector
+from pdkv.connectors.registry import CONNECTORS, load_connector
 from pdkv.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def run_list(_: argparse.Namespace) -> int:
     """Run `pd connector list`: one line per connector. One that cannot be loaded says why and makes the exit code 1."""
     failed = False
     rows = [("NAME", "KIND", "CONTENT-ADDRESSED", "ORDERS", "CLASS")]
-    for name, target in connector_targets().items():
+    for name, target in CONNECTORS.targets().items():
         try:
             plan = load_connector(name).declares
         except ConfigError as error:

@@ -10,7 +10,7 @@ from pdkv.base.options import Option, options_of
 from pdkv.cli.options import capitalized, connector_options, with_default
 from pdkv.connectors.base import KVConnector
 from pdkv.connectors.plan import ConnectorPlan, Requirement
-from pdkv.connectors.registry import connector_target, load_connector, plan_connector
+from pdkv.connectors.registry import CONNECTORS, load_connector, plan_connector
 from pdkv.errors import ConfigError
 
 _WIDTH = 110
@@ -43,7 +43,7 @@ def print_connector(name: str, options: Mapping[str, str], out: TextIO) -> None:
     module = sys.modules[connector.__module__]
     title = (module.__doc__ or "").strip().partition("\n")[0].removeprefix(f"The `{name}` connector: ")
     print(f"{name}: {title}\n" if title else f"{name}\n", file=out)
-    rows = [("class", connector_target(name))]
+    rows = [("class", CONNECTORS.target(name))]
     variants = {"": plan} if options else _variants(name, connector)
     if "connectors" in connector.options_type.names() and not options:
         rows.append(("kind, orders", "those of its children: show them with --connector-config connectors=NAME,…"))

@@ -76,14 +76,15 @@ def make_core(
         limits = limits._replace(num_draft_tokens=proposer.num_tokens)
     num_layers = len(groups[0].layers) if groups else NUM_LAYERS
     layout = KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=groups)
-    made, plan = None, NO_PLAN
+    made, plan, table = None, NO_PLAN, LocalBlockTable(num_blocks)
     if options is not None:
         plan = plan_connector(connector, options)
         config = ConnectorConfig(
-            engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan, kv_checksum="off"
-        )
+            engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan, kv_checksum="off",
+            block_table=table,
+        )  # fmt: skip
         made = build_connector(config, notify)
-    worker = made.make_worker_side(0) if made else None
+    worker = made.worker() if made else None
     card = EngineCard(
         engine=name, epoch=f"{name}.0", role="any", pid=0, connector="memory", kind=plan.kind if made else "pull",
         content_addressed=False, orders=list(plan.orders) if made else [], model="stand-in", layout=layout,
@@ -94,8 +95,8 @@ def make_core(
     core = build_core(
         card=card,
         executor=executor,
-        connector=made.make_scheduler_side() if made else None,
-        block_table=made.make_block_table() if made else LocalBlockTable(num_blocks),
+        connector=made.scheduler() if made else None,
+        block_table=made.block_table if made and made.block_table else table,
         handoff=handoff,
         limits=limits,
         eos_token_ids=[EOS],

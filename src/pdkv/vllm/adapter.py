@@ -58,7 +58,7 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._results = NO_TRANSFERS
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = VllmScheduler(
-                engine.connector.make_scheduler_side(),
+                engine.built.scheduler(),
                 Identity(engine.model, layout_identity(vllm_config, kv_cache_config, layout), layout.block_size),
                 num_staging_blocks=engine.num_staging_blocks,
                 unit_tokens=engine.plan.hit_spacing(layout.block_size) or layout.block_size,
@@ -67,11 +67,11 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         else:
             only_produces = transfer.is_kv_producer and not transfer.is_kv_consumer
             self._worker = VllmWorker(
-                engine.connector.make_worker_side(0),
+                engine.built.worker(),
                 layout,
                 num_staging_blocks=engine.num_staging_blocks,
-                pool=engine.connector.allocate_kv_cache(),
-                table=engine.table,
+                pool=engine.built.kv_cache(),
+                table=engine.built.block_table,
                 wake=engine.wake,
                 save_wait_s=float(engine.extra.get("save_wait_s", 5.0)) if only_produces else 0.0,
             )

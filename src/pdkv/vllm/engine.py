@@ -12,9 +12,9 @@ import torch
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.secret_options import read_option
-from pdkv.connectors.base import ConnectorConfig, KVConnector
+from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.plan import ConnectorPlan
-from pdkv.connectors.registry import build_connector, connector_class, plan_connector
+from pdkv.connectors.registry import build_connector, load_connector, plan_connector
 from pdkv.errors import ConfigError
 from pdkv.vllm.identity import computation_identity, weights_identity
 from pdkv.vllm.peers import CardDirectory
@@ -51,7 +51,7 @@ class VllmEngine:
         self.model = weights_identity(vllm_config.model_config)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._max_num_seqs = int(vllm_config.scheduler_config.max_num_seqs)
-        shows_pool = connector_class(self.plan).make_block_table is not KVConnector.make_block_table
+        shows_pool = self.plan.kind != "store"
         if shows_pool != ("peers_dir" in extra):
             raise ConfigError(
                 f"peers_dir, a directory that all these engines name, is {'needed' if shows_pool else 'of no use'} "
@@ -66,15 +66,14 @@ class VllmEngine:
             plan=self.plan,
             model=self.model,
         )
-        self.connector = build_connector(config, self.wake.set)
-        self.table = self.connector.make_block_table() if shows_pool else None  # of the worker's pool
+        self.built = build_connector(config, self.wake.set)
         self._change: PeerChange | None = None  # that the worker's side has not heard of
 
     def shutdown(self) -> None:
         """After the side. Idempotent."""
         if self.peers is not None:
             self.peers.withdraw()
-        self.connector.shutdown()
+        self.built.shutdown()
 
     def poll_peers(self, tell: Callable[[Sequence[EngineCard]], None]) -> None:
         """Tell the scheduler's side who is there, where that has changed; the worker's hears with the next step."""
@@ -98,10 +97,7 @@ class VllmEngine:
             epoch=self.epoch,
             role="any",
             pid=os.getpid(),
-            connector=plan.name,
-            kind=plan.kind,
-            content_addressed=plan.content_addressed,
-            orders=list(plan.orders),
+            **plan.on_card(),
             model=self.model,
             layout=self.layout,
             hash_block_size=HASH_BLOCK_SIZE,
@@ -146,13 +142,13 @@ def choose_connector(name: str, config: Mapping[str, Any], layout: KVLayout) -> 
         ConfigError: no such connector, or one that finds nothing by content.
     """
     options = {key: read_option(str(value), f"config: {key}") for key, value in config.items()}
+    if load_connector(name).declares.kind == "store":
+        options.setdefault("tokens_per_value", str(layout.block_size))
     plan = plan_connector(name, options)
     if not plan.content_addressed:
         raise ConfigError(f"inside vLLM KV is found by its content, connector {name!r} does not do that")
     if options.get("load", "async") != "async":
         raise ConfigError("inside vLLM loads are asynchronous: load=async")
-    if plan.kind == "store" and not plan.parts and "tokens_per_value" not in options:
-        plan = plan_connector(name, {**options, "tokens_per_value": str(layout.block_size)})
     return plan
 
 

@@ -83,9 +83,9 @@ class VllmWorker:
             )
         pool = self._pool
         if pool is None:
-            rows = (layout.num_kv_heads, layout.block_size, layout.head_size)
-            shape = (self._num_staging_blocks, layout.num_layers, 2, *rows)
-            pool = _make_pool(shape, getattr(torch, layout.dtype), caches[0].device)
+            pool = _make_pool(
+                layout.pool_shape(self._num_staging_blocks), getattr(torch, layout.dtype), caches[0].device
+            )
         self._copies = StagingCopies(caches, pool.view(self._num_staging_blocks, layout.num_layers, -1))
         self._worker.register_kv_caches(pool)
 

@@ -12,6 +12,8 @@ from pdkv.wire.types import Attempt, Blob, Id, KVOwner, Message, Natural, Size, 
 Order = Literal["prefill_first", "concurrent", "needs_peer_first", "decode_first"]
 ConnectorKind = Literal["store", "pull", "push"]
 ChecksumMode = Literal["off", "sample", "on"]
+LayoutKind = Literal["heads", "windows", "latent", "state"]
+Positions = Literal["rotated", "none"]
 
 MAX_RANKS = 1024
 """Most ranks of one engine."""
@@ -45,11 +47,15 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """Shape of one rank's KV cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), block-major."""
+    """Shape of one rank's KV cache: (num_blocks, num_layers, sides, num_kv_heads, block_size, head_size), block-major.
+
+    What of it two ranks exchange, and how many bytes that is, is said here: nothing else multiplies by sides or heads
+    to find a byte.
+    """
 
     num_layers: Size  # of a block; with several groups fewer than the model's, and some may be unused
-    num_kv_heads: Size
-    head_size: Size
+    num_kv_heads: Size  # of this rank; a latent row is one, which all ranks have
+    head_size: Size  # numbers of a token's row: of one layer, side and head
     block_size: Size  # tokens per block
     dtype: Id  # torch's name, such as "bfloat16"
     dtype_bytes: Size
@@ -58,6 +64,14 @@ class KVLayout(msgspec.Struct, frozen=True):
     # By layer of the model, what 1.0 stands for in K and in V that are stored in FP8; empty: 1.0 everywhere.
     kv_scales: Annotated[tuple[tuple[KVScale, KVScale], ...], Meta(max_length=MAX_LAYERS)] = ()
     codec: Text = ""  # lossy ones that KV may have gone through in a store, by identity; empty: KV is exact
+    sides: Annotated[int, Meta(ge=1, le=2)] = 2  # K and V; 1: one latent row
+    positions: Positions = "rotated"  # what K carries of them
+
+    @property
+    def kinds(self) -> tuple[LayoutKind, ...]:
+        """What a connector must know to carry it, as plans name it."""
+        kinds: tuple[LayoutKind, ...] = ("heads",) if self.sides == 2 else ("latent",)
+        return (*kinds, "windows") if any(self.windows) else kinds
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -87,10 +101,19 @@ class KVLayout(msgspec.Struct, frozen=True):
         """KV heads of the model, each counted once however many ranks hold it."""
         return self.total_kv_heads or self.num_kv_heads
 
+    def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        """Of a pool of so many blocks."""
+        return (num_blocks, self.num_layers, self.sides, self.num_kv_heads, self.block_size, self.head_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one layer, side and head."""
+        return self.head_size * self.dtype_bytes
+
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers, K and V."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_size * self.dtype_bytes
+        """Bytes of one block, all layers and sides."""
+        return self.num_layers * self.sides * self.num_kv_heads * self.block_size * self.row_bytes
 
     @property
     def layer_bytes(self) -> int:
@@ -99,7 +122,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token, all layers, K and V."""
+        """Bytes of one token, all layers and sides."""
         return self.block_bytes // self.block_size
 
     @property
@@ -107,7 +130,9 @@ class KVLayout(msgspec.Struct, frozen=True):
         """What two engines must share to exchange KV. TP is left out on purpose, and the block size where there are no
         groups: what of a window can be found depends on it. Scales are there as a digest: there are two for each layer.
         """
-        identity = f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k=rotated"
+        identity = f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k={self.positions}"
+        if self.sides != 2:
+            identity += f",sides={self.sides}"
         if self.kv_scales:
             numbers = [number for scales in self.kv_scales for number in scales]
             digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}d", *numbers), digest_size=8).hexdigest()

@@ -57,11 +57,8 @@ class _OldEpochWorker(MemoryPullWorker):
 class KeepsADeadEpochsDescriptors(MemoryPullConnector):
     """An engine's name is enough: what its dead incarnation has handed off is read from the living one."""
 
-    def make_scheduler_side(self) -> MemoryPullScheduler:
-        return _OldEpochScheduler(self)
-
-    def make_worker_side(self, rank: int) -> MemoryPullWorker:
-        return _OldEpochWorker(self)
+    scheduler_type = _OldEpochScheduler
+    worker_type = _OldEpochWorker
 
 
 class _MixedGroupsScheduler(MemoryPullScheduler):
@@ -74,8 +71,7 @@ class _MixedGroupsScheduler(MemoryPullScheduler):
 class FillsOneGroupsBlocksWithAnothers(MemoryPullConnector):
     """The blocks of all KV groups are read, and not into the blocks of their own group."""
 
-    def make_scheduler_side(self) -> MemoryPullScheduler:
-        return _MixedGroupsScheduler(self)
+    scheduler_type = _MixedGroupsScheduler
 
 
 class _HalfCheckedWorker(MemoryPullWorker):
@@ -89,8 +85,7 @@ class _HalfCheckedWorker(MemoryPullWorker):
 class ChecksTheFirstGroupOnly(MemoryPullConnector):
     """What lies in the first KV group's blocks decides whether a load counts."""
 
-    def make_worker_side(self, rank: int) -> MemoryPullWorker:
-        return _HalfCheckedWorker(self)
+    worker_type = _HalfCheckedWorker
 
 
 # --- push ---------------------------------------------------------------------------------------------------------
@@ -107,8 +102,7 @@ class _AnyAttemptWorker(MemoryPushWorker):
 class IgnoresTheAttempt(MemoryPushConnector):
     """What is sent for one attempt lands in the blocks of the next one."""
 
-    def make_worker_side(self, rank: int) -> MemoryPushWorker:
-        return _AnyAttemptWorker(self)
+    worker_type = _AnyAttemptWorker
 
 
 class _ImpatientWorker(MemoryPushWorker):
@@ -132,8 +126,7 @@ class _ImpatientWorker(MemoryPushWorker):
 class FreesAtTheDeadline(MemoryPushConnector):
     """A load fails when its deadline has passed, and what comes later still lands."""
 
-    def make_worker_side(self, rank: int) -> MemoryPushWorker:
-        return _ImpatientWorker(self)
+    worker_type = _ImpatientWorker
 
 
 # --- store --------------------------------------------------------------------------------------------------------
@@ -147,8 +140,7 @@ class _OwnAttemptScheduler(StandInStoreScheduler):
 class LooksForItsOwnAttempt(StandInStoreConnector):
     """A reader looks for the tail under its own attempt, whoever handed it off."""
 
-    def make_scheduler_side(self) -> StandInStoreScheduler:
-        return _OwnAttemptScheduler(self)
+    scheduler_type = _OwnAttemptScheduler
 
 
 class _EagerWorker(StandInStoreWorker):
@@ -162,8 +154,7 @@ class _EagerWorker(StandInStoreWorker):
 class VisibleBeforeComplete(StandInStoreConnector):
     """A block can be found as soon as its first layer is there."""
 
-    def make_worker_side(self, rank: int) -> StandInStoreWorker:
-        return _EagerWorker(self)
+    worker_type = _EagerWorker
 
 
 class _UnstagedScheduler(StandInStoreScheduler):
@@ -185,11 +176,8 @@ class _LateWorker(StandInStoreWorker):
 class ServesPoisonOnReplay(StandInStoreConnector):
     """Saves read their blocks some steps later, and do not hold them meanwhile."""
 
-    def make_scheduler_side(self) -> StandInStoreScheduler:
-        return _UnstagedScheduler(self)
-
-    def make_worker_side(self, rank: int) -> StandInStoreWorker:
-        return _LateWorker(self)
+    scheduler_type = _UnstagedScheduler
+    worker_type = _LateWorker
 
 
 # --- the store connectors' own ------------------------------------------------------------------------------------

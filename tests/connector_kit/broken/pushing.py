@@ -1,7 +1,12 @@
 """Defects of `p2p`: pushes between processes."""
 
+from collections.abc import Callable
+
+from pdkv.connectors.base import Built, ConnectorConfig
 from pdkv.connectors.p2p.connector import P2PConnector
+from pdkv.connectors.p2p.options import P2POptions, P2PPeers
 from pdkv.connectors.p2p.worker import P2PWorker
+from pdkv.connectors.peer.push_scheduler import PushScheduler
 from pdkv.connectors.transfer.worker import Job
 
 
@@ -20,5 +25,7 @@ class _UnaskedWorker(P2PWorker):
 class GivesBackWhatIsStillWritten(P2PConnector):
     """A cancelled load has ended at once, though a thread is in the middle of receiving it."""
 
-    def make_worker_side(self, rank: int) -> P2PWorker:
-        return _UnaskedWorker(self.config, self.notify, self.options, self._peers)
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        options, peers = P2POptions.parse(config.plan.options), P2PPeers(config)
+        return Built(lambda: PushScheduler(config, peers), lambda: _UnaskedWorker(config, notify, options, peers))

@@ -3,6 +3,7 @@
 import threading
 import uuid
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from pdkv.connectors.base import (
     NO_TRANSFERS,
+    Built,
+    ConnectorConfig,
     Direction,
     KVConnectorMetadata,
     MatchedTokens,
@@ -35,17 +38,9 @@ BLOCKED_S = 0.3
 class _Broken(SharedMemoryConnector):
     """`shared_memory` with a worker or a scheduler side of its own, whose digests do not find first what is wrong."""
 
-    worker_type: type[SharedMemoryWorker] = SharedMemoryWorker
-    scheduler_type: type[SharedMemoryScheduler] = SharedMemoryScheduler
-
-    def make_scheduler_side(self) -> SharedMemoryScheduler:
-        return self.scheduler_type(self.config, self._table, self.options, self._peers)
-
-    def make_worker_side(self, rank: int) -> SharedMemoryWorker:
-        return self.worker_type(
-            msgspec.structs.replace(self.config, kv_checksum="off"), self._arena, self.notify, io_threads=1,
-            load_timeout_s=self.options.load_timeout_s, peers=self._peers,
-        )  # fmt: skip
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        return super().build(msgspec.structs.replace(config, kv_checksum="off"), notify)
 
 
 class _WithoutLastLayer(SharedMemoryWorker):
@@ -157,9 +152,10 @@ class LeaksABufferOnAbort(_Broken):
 class LeavesSharedMemory(_Broken):
     """A named file in /dev/shm outlives each connector."""
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
         Path(f"{LEFT_BEHIND}{uuid.uuid4().hex}").touch()
+        return super().build(config, notify)
 
 
 class _FirstPartOnly(SharedMemoryWorker):

@@ -1,14 +1,16 @@
 """The memory connector: options and refusals, and that its store is that of the store connectors."""
 
+import msgspec
 import pytest
 
-from pdkv.connectors.base import ConnectorConfig, KVConnector
+from pdkv.connectors.base import Built, ConnectorConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
-from pdkv.connectors.memory.pull import MemoryPullConnector
-from pdkv.connectors.memory.push import MemoryPushConnector
+from pdkv.connectors.memory.pull import MemoryPullWorker
+from pdkv.connectors.memory.push import MemoryPushWorker
 from pdkv.connectors.memory.store import MemoryStoreConnector
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.store.base import StoreConnector
+from pdkv.connectors.store.worker import StoreWorker
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.testing.engine import make_core
@@ -16,9 +18,10 @@ from pdkv.wire.kv import EngineCard, KVLayout
 from pdkv.wire.messages import Peers
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
+UNITS = msgspec.structs.replace(LAYOUT, block_size=16)
 
 
-def make(options: dict[str, str], layout: KVLayout = LAYOUT, tp: int = 1) -> KVConnector:
+def make(options: dict[str, str], layout: KVLayout = LAYOUT, tp: int = 1) -> Built:
     plan = plan_connector("memory", options)
     return build_connector(
         ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, plan=plan, tp=tp), lambda: None
@@ -28,16 +31,20 @@ def make(options: dict[str, str], layout: KVLayout = LAYOUT, tp: int = 1) -> KVC
 @pytest.mark.parametrize(
     ("mode", "kind", "orders"),
     [
-        ("pull", MemoryPullConnector, ["prefill_first", "decode_first"]),
-        ("push", MemoryPushConnector, ["decode_first", "needs_peer_first", "concurrent"]),
-        ("store", MemoryStoreConnector, ["prefill_first", "decode_first"]),
+        ("pull", MemoryPullWorker, ["prefill_first", "decode_first"]),
+        ("push", MemoryPushWorker, ["decode_first", "needs_peer_first", "concurrent"]),
+        ("store", StoreWorker, ["prefill_first", "decode_first"]),
     ],
 )
 def test_a_mode_has_its_kind_and_its_legal_orders(mode: str, kind: type, orders: list[str]) -> None:
-    connector = make({"mode": mode})
-    assert type(connector) is kind
-    assert connector.config.plan.kind == mode
-    assert list(connector.config.plan.orders) == orders
+    plan = plan_connector("memory", {"mode": mode})
+    assert plan.kind == mode
+    assert list(plan.orders) == orders
+    built = make({"mode": mode}, UNITS)
+    worker = built.worker()
+    assert type(worker) is kind
+    worker.shutdown()
+    built.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -72,14 +79,14 @@ def test_a_second_rank_is_refused(mode: str) -> None:
 def test_peers_of_another_layout_are_refused_with_both_values() -> None:
     other = make_core(name="other", block_size=8).card
     with pytest.raises(IncompatiblePeers, match=r"block_size=4.*block_size=8"):
-        make({}).make_scheduler_side().update_peers([other])
+        make({}).scheduler().update_peers([other])
 
 
 def test_the_fabric_tells_gone_from_restarted() -> None:
     fabric = MemoryFabric()
     with pytest.raises(PeerGone):
         fabric.endpoint("e", "1")
-    worker = make({}).make_worker_side(0)
+    worker = make({}).worker()
     fabric.register(worker)  # type: ignore[arg-type]
     with pytest.raises(StaleEpoch):
         fabric.endpoint("e", "older")
@@ -95,9 +102,11 @@ def test_peers_is_told_to_both_sides() -> None:
 
 def test_the_store_of_a_fabric_is_one_of_kv_store_under_its_name() -> None:
     """One implementation: what holds for the store connectors holds here, KV groups and damage included."""
-    connector = make({"mode": "store", "fabric": "memory-one"})
+    plan = plan_connector("memory", {"mode": "store", "fabric": "memory-one"})
+    assert "windows" in plan.layouts
+    config = ConnectorConfig(engine="e", epoch="e.0", layout=UNITS, num_blocks=4, plan=plan)
+    connector = MemoryStoreConnector(config, lambda: None)
     assert isinstance(connector, StoreConnector)
-    assert "windows" in connector.config.plan.layouts
     with MemoryStore("memory-one") as same:
         connector.store.put([(b"k", memoryview(b"value"))])
         assert same.contains([b"k"]) == [True]

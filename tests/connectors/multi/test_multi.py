@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from state_machine.standin_store import STAND_IN_STORE, store_of
 from pdkv.connectors.base import (
     OBSERVES_NOTHING,
     BlockHold,
+    Built,
     ConfirmedRange,
     ConnectorConfig,
     KVConnectorMetadata,
@@ -22,7 +24,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import MemoryFabric
-from pdkv.connectors.multi.connector import MultiConnector, plan_children
+from pdkv.connectors.multi.connector import BlockTables, plan_children
 from pdkv.connectors.multi.scheduler import MultiScheduler
 from pdkv.connectors.multi.sending import MAX_EARLY_FAILURES, SendingTable
 from pdkv.connectors.multi.wire import (
@@ -36,9 +38,12 @@ from pdkv.connectors.multi.wire import (
     tag,
     untag,
 )
+from pdkv.connectors.multi.worker import MultiWorker
+from pdkv.connectors.peer.pull_scheduler import PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushScheduler
 from pdkv.connectors.peer.push_scheduler import decode_ticket as decode_push_ticket
 from pdkv.connectors.registry import build_connector, plan_connector
+from pdkv.connectors.store.base import StoreConnector
 from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, UnknownConnector
 from pdkv.launch.engine_process import _check_connector
@@ -55,7 +60,7 @@ SHAREABLE = KVLayout(2, 1, 8, 16, "float32", 4)
 PROMPT = list(range(100, 110))
 
 
-def make(connectors: str, layout: KVLayout = LAYOUT, **options: str) -> MultiConnector:
+def make(connectors: str, layout: KVLayout = LAYOUT, **options: str) -> Built:
     options = {
         "connectors": connectors,
         **{name.replace("_0_", "0.").replace("_1_", "1."): v for name, v in options.items()},
@@ -63,13 +68,11 @@ def make(connectors: str, layout: KVLayout = LAYOUT, **options: str) -> MultiCon
     return _make(options, layout)
 
 
-def _make(options: dict[str, str], layout: KVLayout) -> MultiConnector:
+def _make(options: dict[str, str], layout: KVLayout) -> Built:
     config = ConnectorConfig(
         engine="e", epoch="e.0", layout=layout, num_blocks=4, plan=plan_connector("multi", options)
     )
-    connector = build_connector(config, lambda: None)
-    assert isinstance(connector, MultiConnector)
-    return connector
+    return build_connector(config, lambda: None)
 
 
 def modes(*names: str) -> dict[str, str]:
@@ -78,7 +81,7 @@ def modes(*names: str) -> dict[str, str]:
     return {"connectors": ",".join(STAND_IN_STORE if name == "store" else "memory" for name in names), **own}
 
 
-def with_modes(*names: str) -> MultiConnector:
+def with_modes(*names: str) -> Built:
     return _make(modes(*names), LAYOUT)
 
 
@@ -190,10 +193,22 @@ def test_two_children_that_allocate_the_pool_are_refused_with_both_names() -> No
         plan_connector("multi", {"connectors": "shared_memory,shared_memory"})
 
 
-def test_every_childs_table_hears_of_reuse() -> None:
-    connector = make("shared_memory,memory", SHAREABLE)
-    table = connector.make_block_table()
-    tables: list[BlockTable] = [child.connector.make_block_table() for child in connector.children]
+def test_every_childs_table_hears_of_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that peers read, and the one that a store beside them reads."""
+    seen: list[BlockTable | None] = []
+    build = StoreConnector.build.__func__  # type: ignore[attr-defined]
+
+    def seeing(cls: type[StoreConnector], config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        seen.append(config.block_table)
+        built: Built = build(cls, config, notify)
+        return built
+
+    monkeypatch.setattr(StoreConnector, "build", classmethod(seeing))
+    connector = make("store,shared_memory,memory", SHAREABLE, _0_url="memory://tables")
+    table = connector.block_table
+    assert isinstance(table, BlockTables)
+    tables = [*table._tables, *seen]
+    assert len(tables) == 3
     before = [own.generation(2) for own in tables]
     table.reuse(2)
     table.publish(2, [b"k" * 16])
@@ -203,7 +218,7 @@ def test_every_childs_table_hears_of_reuse() -> None:
 
 def test_childrens_tiers_are_told_apart() -> None:
     connector = make("store,store", SHAREABLE, _0_url="memory://a", _1_url="memory://b")
-    scheduler = connector.make_scheduler_side()
+    scheduler = connector.scheduler()
     told = [(events.medium, events.shared, events.tokens_per_key) for events in scheduler.tiers.take_events()]
     assert told == [("0-store/memory", False, 64), ("1-store/memory", False, 64)]
     assert list(scheduler.tiers.take_events()) == []
@@ -258,9 +273,9 @@ def test_a_card_without_the_same_children_is_refused_once_with_both_sides_values
 
 def test_each_child_sees_a_peer_as_its_own() -> None:
     connector = make("shared_memory,memory", SHAREABLE)
-    worker = connector.make_worker_side(0)
+    worker = connector.worker()
     card = msgspec.structs.replace(make_core(name="peer").card, connector="multi", rank_blobs=[worker.handshake()])
-    cards = split_card(card, connector.children)
+    cards = split_card(card, plan_connector("multi", {"connectors": "shared_memory,memory"}).parts)
     assert not isinstance(cards, str)
     assert [c.connector for c in cards] == ["shared_memory", "memory"]
     assert cards[0].rank_blobs[0]
@@ -271,24 +286,25 @@ def test_each_child_sees_a_peer_as_its_own() -> None:
 
 def test_another_rank_decodes_each_childs_orders_by_its_type() -> None:
     connector = make("shared_memory,memory", SHAREABLE)
-    scheduler, worker = connector.make_scheduler_side(), connector.make_worker_side(0)
+    scheduler, worker = connector.scheduler(), connector.worker()
     meta = scheduler.build_connector_meta(SchedulerView(7, [], [], [], [], [], []))
-    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=connector.metadata_type)
+    assert isinstance(worker, MultiWorker)
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=worker.metadata_type)
     assert isinstance(raw, MultiMetadata)
     decoded = [
-        msgspec.msgpack.decode(part, type=child.connector.metadata_type)
-        for child, part in zip(connector.children, raw.parts, strict=True)
+        msgspec.msgpack.decode(part, type=child.metadata_type)
+        for child, part in zip(worker.workers, raw.parts, strict=True)
     ]
-    assert [type(part) for part in decoded] == [child.connector.metadata_type for child in connector.children]
+    assert [type(part) for part in decoded] == [PullMetadata, KVConnectorMetadata]
     assert all(part.step_id == 7 for part in decoded)
     for side in (worker, scheduler, connector):
         side.shutdown()
 
 
 def test_steps_are_observed_only_where_a_child_wants_them() -> None:
-    assert with_modes("pull", "pull").make_scheduler_side().observes == OBSERVES_NOTHING
-    assert with_modes("push").make_scheduler_side().observes == PushScheduler.observes
-    assert with_modes("pull", "store").make_scheduler_side().observes == Observed()
+    assert with_modes("pull", "pull").scheduler().observes == OBSERVES_NOTHING
+    assert with_modes("push").scheduler().observes == PushScheduler.observes
+    assert with_modes("pull", "store").scheduler().observes == Observed()
 
 
 # --- hand-offs ----------------------------------------------------------------------------------------------------
@@ -379,7 +395,7 @@ def test_a_reader_whose_ticket_comes_after_anothers_hears_that_nothing_will_come
 
 
 def test_a_hold_ends_with_its_own_result_and_the_hand_off_later() -> None:
-    scheduler = with_modes("store", "push").make_scheduler_side()
+    scheduler = with_modes("store", "push").scheduler()
     assert isinstance(scheduler, MultiScheduler)
     scheduler.sending.add_holds([BlockHold(tag(1, TransferKey("t", 0, part=1)), [3], TransferKey("t", 0))])
     scheduler.sending.begin(TransferKey("t", 0), [0, 1], tells_failure=True)
@@ -494,7 +510,7 @@ def test_a_malformed_hand_off_is_counted_and_computed_here() -> None:
 
 def test_only_the_winner_gives_a_ticket_and_only_its_peer_sees_it() -> None:
     connector = with_modes("store", "push")
-    scheduler = connector.make_scheduler_side()
+    scheduler = connector.scheduler()
     request = RequestView("a", 0, "t", "await_peer", 10, 10, [b"k"] * 2)
     assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == 10
     ticket = scheduler.update_state_after_alloc(request, [[0, 1, 2]], 10)
@@ -543,7 +559,7 @@ def decode_keys(prompt: list[int], core: EngineCore) -> list[bytes]:
 
 def test_results_of_unknown_transfers_keep_their_childs_key() -> None:
     """F2: the engine counts them."""
-    scheduler = with_modes("pull", "pull").make_scheduler_side()
+    scheduler = with_modes("pull", "pull").scheduler()
     assert isinstance(scheduler, MultiScheduler)
     stale = {tag(1, TransferKey("gone", 0)): TransferOutcome()}
     assert scheduler.resolve_results(TransferResults({}, {}, stale, {})) == TransferResults({}, {}, stale, {})
@@ -551,7 +567,7 @@ def test_results_of_unknown_transfers_keep_their_childs_key() -> None:
 
 def test_only_a_push_is_shown_a_hand_off_again() -> None:
     """A late ticket: a store has had it already, and would hold the blocks for a save that it has ended."""
-    scheduler = with_modes("store", "push").make_scheduler_side()
+    scheduler = with_modes("store", "push").scheduler()
     assert isinstance(scheduler, MultiScheduler)
     request = RequestView("a", 0, "t", "handoff", 11, 10, [b"k"] * 2)
     last = ConfirmedRange(request, 0, 10, [[0, 1, 2]], True)
@@ -562,7 +578,7 @@ def test_only_a_push_is_shown_a_hand_off_again() -> None:
 
 
 def test_who_lends_nothing_takes_a_loans_request_for_a_local_one() -> None:
-    scheduler = with_modes("store", "pull").make_scheduler_side()
+    scheduler = with_modes("store", "pull").scheduler()
     assert isinstance(scheduler, MultiScheduler)
     lent = RequestView("a", 0, "t", "handoff", 11, 10, [b"k"] * 2, lent=True)
     seen = [scheduler.views.request(lent, child) for child in range(2)]

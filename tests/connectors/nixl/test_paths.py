@@ -108,7 +108,7 @@ def test_pools_on_a_device_are_read_by_nixl_only() -> None:
     plan = plan_connector("nixl", {})
     config = ConnectorConfig(engine="e", epoch="1", layout=make_layout(), num_blocks=4, plan=plan, device="cuda")
     connector = build_connector(config, lambda: None)
-    assert connector.allocate_kv_cache() is None
+    assert connector.kv_cache() is None
     connector.shutdown()
 
 

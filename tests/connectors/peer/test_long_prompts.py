@@ -8,7 +8,7 @@ from nixl_rig import needs_nixl
 from push_rig import PushEngine, make_layout, view
 
 from pdkv.connectors.base import TransferKey
-from pdkv.connectors.nixl.connector import NixlPushConnector
+from pdkv.connectors.nixl.connector import NixlConnector
 from pdkv.connectors.p2p.connector import P2PConnector
 
 NUM_TOKENS = 160_000
@@ -19,7 +19,7 @@ NUM_BLOCKS = 1 << 17
     ("connector", "options"),
     [
         pytest.param(P2PConnector, {}, id="p2p"),
-        pytest.param(NixlPushConnector, {"mode": "push"}, id="nixl", marks=needs_nixl),
+        pytest.param(NixlConnector, {"mode": "push"}, id="nixl", marks=needs_nixl),
     ],
 )
 def test_a_scattered_prompt_is_pushed(connector: Any, options: dict[str, str]) -> None:

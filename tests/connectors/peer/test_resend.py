@@ -9,7 +9,7 @@ from nixl_rig import needs_nixl
 from push_rig import PushEngine, full_kv, view
 
 from pdkv.connectors.base import RequestView, TransferKey
-from pdkv.connectors.nixl.connector import NixlPushConnector
+from pdkv.connectors.nixl.connector import NixlConnector
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.errors import TransferCancelled
 from pdkv.wire.kv import KVHandoff
@@ -20,7 +20,7 @@ NUM_TOKENS = 40
 MakeEngine = Callable[[str], PushEngine]
 TRANSPORTS: list[Any] = [
     pytest.param((P2PConnector, {}), id="p2p"),
-    pytest.param((NixlPushConnector, {"mode": "push"}), id="nixl", marks=needs_nixl),
+    pytest.param((NixlConnector, {"mode": "push"}), id="nixl", marks=needs_nixl),
 ]
 
 

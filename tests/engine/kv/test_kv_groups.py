@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +68,10 @@ def test_every_layer_has_one_place_and_few_are_left_unused(windows: list[int | N
 def test_the_layouts_identity_names_the_groups() -> None:
     plain = KVLayout(2, 1, 1, 16, "float32", 4)
     assert plain.identity == "layers=2,head_size=1,dtype=float32,k=rotated"
+    latent = msgspec.structs.replace(plain, sides=1, positions="none")
+    assert latent.identity == "layers=2,head_size=1,dtype=float32,k=none,sides=1"
+    assert (latent.kinds, plain.kinds) == (("latent",), ("heads",))
+    assert 2 * latent.block_bytes == plain.block_bytes
     grouped = KVLayout(1, 1, 1, 16, "float32", 4, groups=FULL_AND_WINDOW)
     assert grouped.identity == "layers=1,head_size=1,dtype=float32,k=rotated,block_size=16,groups=0@0+1@6"
 

@@ -10,15 +10,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 from held_grammars import HeldStore
 
 from pdkv.assemble.core import build_core
 from pdkv.base.block_keys import root_key
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import ConnectorConfig, KVConnector, TransferKey, WorkerConnector
+from pdkv.connectors.base import Built, ConnectorConfig, TransferKey, WorkerConnector
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.multi.worker import MultiWorker
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.kv.kv_groups import num_held_at_once
@@ -184,14 +185,18 @@ class World:
         """Start an engine, or its next incarnation."""
         epoch = f"{name}.{self.num_restarts}"
         layout = self.forward.layout(self.block_size)
-        config = ConnectorConfig(engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, kv_checksum="off")
+        table = LocalBlockTable(self.num_blocks)
+        config = ConnectorConfig(
+            engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, plan=self.make_plan(),
+            kv_checksum="off", block_table=table,
+        )  # fmt: skip
         woken = [False]
 
         def notify() -> None:
             woken[0] = True
 
         connector = self.make_connector(config, notify)
-        worker = connector.make_worker_side(0)
+        worker = connector.worker()
         card = EngineCard(
             engine=name,
             epoch=epoch,
@@ -199,9 +204,9 @@ class World:
             pid=0,
             connector="memory",
             rank_blobs=[worker.handshake()],
-            kind=connector.config.plan.kind,
-            content_addressed=connector.config.plan.content_addressed,
-            orders=list(connector.config.plan.orders),
+            kind=config.plan.kind,
+            content_addressed=config.plan.content_addressed,
+            orders=list(config.plan.orders),
             model="stand-in",
             layout=layout,
             hash_block_size=self.block_size,
@@ -222,8 +227,8 @@ class World:
         core = build_core(
             card=card,
             executor=executor,
-            connector=connector.make_scheduler_side(),
-            block_table=connector.make_block_table(),
+            connector=connector.scheduler(),
+            block_table=connector.block_table or table,
             handoff=self.handoff,
             limits=self.limits,
             eos_token_ids=sorted(self.forward.eos),
@@ -241,7 +246,11 @@ class World:
         self.forward.watch(executor, core.scheduler.kv.pool)
         core.router_joined("router", "1")
 
-    def make_connector(self, config: ConnectorConfig, notify: Callable[[], None]) -> KVConnector:
+    def make_connector(self, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        """An engine's, of `make_plan`."""
+        return build_connector(config, notify)
+
+    def make_plan(self) -> ConnectorPlan:
         """The memory connector in one mode or the stand-in's store, or `multi` of several ("store+pull").
 
         On the fabric the last child stands for its engine: all have the pool, and tables that count alike.
@@ -250,10 +259,10 @@ class World:
         names = [STAND_IN_STORE if mode == "store" else "memory" for mode in modes]
         own = [self.options_of(mode) for mode in modes]
         if len(modes) == 1:
-            return build_connector(msgspec.structs.replace(config, plan=plan_connector(names[0], own[0])), notify)
+            return plan_connector(names[0], own[0])
         options = {f"{i}.{name}": value for i, texts in enumerate(own) for name, value in texts.items()}
         options |= {"connectors": ",".join(names)}
-        return build_connector(msgspec.structs.replace(config, plan=plan_connector("multi", options)), notify)
+        return plan_connector("multi", options)
 
     def options_of(self, mode: str) -> dict[str, str]:
         """--connector-config of the connector in that mode."""

@@ -435,10 +435,5 @@ class StandInStoreConnector(MemoryMode):
 
     declares = ConnectorPlan(interface=INTERFACE, kind="store", content_addressed=True, one_process=True)
     options_type = StandInStoreOptions
-    options: StandInStoreOptions
-
-    def make_scheduler_side(self) -> StandInStoreScheduler:
-        return StandInStoreScheduler(self)
-
-    def make_worker_side(self, rank: int) -> StandInStoreWorker:
-        return StandInStoreWorker(self)
+    scheduler_type = StandInStoreScheduler
+    worker_type = StandInStoreWorker

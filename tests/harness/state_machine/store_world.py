@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
+from pdkv.connectors.base import Built, ConnectorConfig, WorkerConnector
+from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.values import SealedValues
@@ -180,7 +181,7 @@ class SteppedWorker(StoreWorker):
 class SteppedConnector(StoreConnector):
     """Over one engine's view of the store."""
 
-    probe_interval_s = inf  # schedules decide when the store is asked
+    probe_interval_s, watches = inf, False  # schedules decide when the store is asked, however long a call takes
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None], view: SteppedStore) -> None:
         super().__init__(config, notify)
@@ -195,7 +196,7 @@ class SteppedConnector(StoreConnector):
         self.view.scheduler = side
         return side
 
-    def make_worker_side(self, rank: int) -> SteppedWorker:
+    def make_worker_side(self) -> SteppedWorker:
         worker = SteppedWorker(self.config, self.options, self.cut, SealedValues(self.store, self.sealer), self.notify)
         worker.view = self.view
         self.view.worker = worker
@@ -222,17 +223,15 @@ class StoreWorld(World):
         super().__init__(chooser, mode=mode, order=order, load=load, forward=forward)
         self.fabric = calls  # type: ignore[assignment]
 
-    def make_connector(self, config: ConnectorConfig, notify: Callable[[], None]) -> KVConnector:
+    def make_plan(self) -> ConnectorPlan:
+        return msgspec.structs.replace(SteppedConnector.plan(self.store_options), options=self.store_options)
+
+    def make_connector(self, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
         view = SteppedStore(self.calls, self.inner)
         self.calls.stores.append(view)
-        config = ConnectorConfig(
-            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks,
-            plan=msgspec.structs.replace(SteppedConnector.plan(self.store_options), options=self.store_options),
-            kv_checksum="off",
-        )  # fmt: skip
         connector = SteppedConnector(config, notify, view)
         self.connectors.append(connector)
-        return connector
+        return Built(connector.make_scheduler_side, connector.make_worker_side, shutdown=connector.shutdown)
 
     def make_hole(self) -> None:
         """A stored value is gone, or is not what was saved."""

@@ -24,9 +24,9 @@ def relative_error(decoded: torch.Tensor, numbers: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("num_units", [1, 4])
-def test_what_comes_back_is_near(name: str, dtype: str, num_units: int) -> None:
-    shape = SHAPE._replace(dtype=dtype, num_units=num_units)
+@pytest.mark.parametrize(("num_units", "sides"), [(1, 2), (4, 2), (4, 1)])
+def test_what_comes_back_is_near(name: str, dtype: str, num_units: int, sides: int) -> None:
+    shape = SHAPE._replace(dtype=dtype, num_units=num_units, sides=sides)
     numbers, codec, out = draw(shape, outlier=1.0), make_codec(name), empty(shape)
     coded = codec.encode(as_bytes(numbers), shape)
     codec.decode(coded, shape, out)

@@ -29,7 +29,7 @@ def planned_pieces(
         part for rank in range(consumer.tp) for part in reader_parts(rank, consumer.tp, producer.tp, heads)
     ]  # fmt: skip
     runs = sum(per_part or part.num_heads for part in parts)
-    return segments * producer.num_layers * 2 * runs
+    return segments * producer.num_layers * producer.sides * runs
 
 
 def stored_pieces(num_tokens: int, tokens_per_value: int, parts: int = 1) -> int:

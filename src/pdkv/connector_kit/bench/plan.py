@@ -13,7 +13,7 @@ from pdkv.connector_kit.bench.layouts import parse_layout
 from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import Setting, Shape
-from pdkv.connectors.registry import check_connector, connector_target
+from pdkv.connectors.registry import CONNECTORS, check_connector
 from pdkv.connectors.store.base import LAYERWISE_GROUPS
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.wire.kv import ChecksumMode
@@ -71,7 +71,7 @@ def make_plan(
 @contextmanager
 def open_setting(plan: Plan) -> Iterator[Setting]:
     """Processes for worlds of the plan's connector, with private places for what it keeps."""
-    target = connector_target(plan.connector)
+    target = CONNECTORS.target(plan.connector)
     options = bounded(target, {**profile_of(target, plan.options).options, **plan.options})
     checked = check_connector(
         plan.connector, {name: text.replace("{directory}", "/") for name, text in options.items()}

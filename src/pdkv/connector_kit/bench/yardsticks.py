@@ -13,7 +13,7 @@ from pdkv.connector_kit.bench.plan import TIMEOUT_S, Plan, plan_bytes, store_val
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Setting
-from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.connectors.registry import CONNECTORS, load_connector
 
 
 class Memcpy:
@@ -78,12 +78,12 @@ def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) ->
 
 def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
     """Both sides for the plan's connector and so many bytes; None: there is nothing to compare it with."""
-    target = bare_of(connector_target(plan.connector), load_connector(plan.connector), setting.options)
+    target = bare_of(CONNECTORS.target(plan.connector), load_connector(plan.connector), setting.options)
     if target is None:
         return None
     shape, consumer = plan.consumer, plan.consumer.layout()
     heads = min(plan.producer.layout().num_kv_heads, consumer.num_kv_heads)
-    piece_bytes = plan.piece_bytes or heads * shape.block_size * shape.head_size * shape.dtype_bytes
+    piece_bytes = plan.piece_bytes or heads * shape.block_size * consumer.row_bytes
     tokens, parts = store_values(plan, setting.options)
     value_bytes = tokens * consumer.token_bytes * shape.tp // parts
     options = {**setting.options, "directory": str(setting.directory)}

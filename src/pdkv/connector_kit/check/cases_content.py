@@ -1,11 +1,12 @@
 """Cases about content: every byte that the consumer gets is the producer's, whatever the shapes and orders."""
 
 import itertools
+from dataclasses import replace
 
 from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.handover import Handover, legal_orders
-from pdkv.connector_kit.rig.world import TRANSFER_POLL_S, Setting, Shape, World, lengths, require
+from pdkv.connector_kit.rig.world import TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, lengths, require
 from pdkv.connectors.base import TransferKey
 from pdkv.errors import IncompatiblePeers
 
@@ -138,6 +139,21 @@ def _register_pairs() -> None:
 
 
 _register_pairs()
+
+
+@case("latent_rows")
+def latent_rows(setting: Setting) -> None:
+    """Rows of one side, which all ranks have, and without positions: each rank gets every one, whoever sends it."""
+    if "latent" not in setting.layouts:
+        raise NotApplicable("its plan has no latent rows: an engine with such KV is refused")
+    shape = Shape(sides=1, num_heads=1, head_size=36, positions="none")
+    others = (
+        []
+        if setting.one_process
+        else [(replace(shape, tp=2), replace(shape, block_size=32)), (shape, replace(shape, tp=2))]
+    )
+    for producer, consumer in [(shape, shape), *others]:
+        _unequal(setting, producer, consumer)
 
 
 @case("all_ranks", covers="F20")

@@ -15,7 +15,7 @@ GROUPS = (KVGroup((0, 2)), KVGroup((1, 3), 40))
 
 
 def _grouped(setting: Setting) -> Setting:
-    if not setting.kv_groups:
+    if "windows" not in setting.layouts:
         raise NotApplicable("its plan has no windows: it is given one table for all layers, which keep all tokens")
     return replace(setting, groups=GROUPS)
 

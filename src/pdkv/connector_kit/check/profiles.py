@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pdkv.connectors.registry import connector_target
+from pdkv.connectors.registry import CONNECTORS
 
 
 class Profile(NamedTuple):
@@ -45,7 +45,7 @@ def _profile_of_children(given: Mapping[str, str]) -> Profile:
     options: dict[str, str] = {}
     short: dict[str, str] = {}
     for index, name in enumerate(filter(None, map(str.strip, given["connectors"].split(",")))):
-        profile = _PROFILES.get(connector_target(name).partition(":")[0], Profile())
+        profile = _PROFILES.get(CONNECTORS.target(name).partition(":")[0], Profile())
         for target, source in ((options, profile.options), (short, profile.short)):
             for option, value in source.items():
                 if not {f"{index}.{option}", f"{name}.{option}"} & given.keys():

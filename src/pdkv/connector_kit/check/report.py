@@ -16,8 +16,7 @@ from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Refused, Setting, World
 from pdkv.connectors.plan import ConnectorPlan
-from pdkv.connectors.registry import check_connector, connector_class, connector_target
-from pdkv.connectors.store.base import StoreConnector
+from pdkv.connectors.registry import CONNECTORS, check_connector
 from pdkv.errors import ConfigError, PdkvError
 
 Status = Literal["passed", "failed", "refused", "skipped"]
@@ -87,7 +86,7 @@ def check(
     unknown = [name for name in names if name not in cases]
     if unknown:
         raise ConfigError(f"unknown case {unknown[0]!r}; known: {', '.join(cases)}")
-    target = connector_target(connector)
+    target = CONNECTORS.target(connector)
     profile = profile_of(target, options)
     reports = []
     with ExitStack() as stack:
@@ -103,7 +102,7 @@ def check(
             options=dict(profile.options),
             short_options=dict(profile.short),
             one_process=plan.one_process,
-            kv_groups="windows" in plan.layouts,
+            layouts=plan.layouts,
             timeout_s=timeout_s,
             quick=quick,
         )
@@ -117,14 +116,12 @@ def check(
 
 def _check_is_shared(plan: ConnectorPlan) -> None:
     """Refuse a store that no two processes share: every case would fail. Raises ConfigError."""
-    connector = connector_class(plan)
-    if issubclass(connector, StoreConnector) and plan.options.get("url", "").startswith("memory://"):
-        with connector.options_type.parse(plan.options).open_store() as store:
-            if not store.is_shared:
-                raise ConfigError(
-                    f"url={plan.options['url']}: memory:// is each process's own, and the kit's engines are processes: "
-                    "give a store that they share, such as url=file://{directory}"
-                )
+    url = plan.options.get("url", "")
+    if plan.kind == "store" and all(part.startswith("memory://") for part in url.split(",")):
+        raise ConfigError(
+            f"url={url}: memory:// is each process's own, and the kit's engines are processes: "
+            "give a store that they share, such as url=file://{directory}"
+        )
 
 
 def _probe(setting: Setting) -> None:

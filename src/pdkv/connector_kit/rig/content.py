@@ -1,5 +1,6 @@
 """The KV content that the kit writes: like a model's, a function of the text up to a token; no two values are alike."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,12 +60,11 @@ def token_ids(text: Text, num_tokens: int) -> list[int]:
 
 
 def kv_values(text: Text, start: int, stop: int, layout: KVLayout, heads: Sequence[int]) -> Values:
-    """KV of tokens [start, stop): (tokens, layers, 2, heads, head_size) as the bit patterns of finite float32."""
+    """KV of tokens [start, stop): (tokens, layers, sides, heads, head_size) as the bit patterns of finite float32."""
     tokens = token_values(text, start, stop)
     total = layout.kv_heads_of_all_ranks
-    num_layers = len(layout.places)  # of the model
-    index = np.arange(num_layers * 2 * total * layout.head_size, dtype=np.uint64)
-    index = index.reshape(num_layers, 2, total, layout.head_size)[:, :, list(heads)]
+    shape = (len(layout.places), layout.sides, total, layout.head_size)  # layers of the model
+    index = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)[:, :, list(heads)]
     values = tokens[:, None, None, None, None] * np.uint64(_ODD) + index * np.uint64(_GOLDEN)
     values ^= values >> np.uint64(31)
     values *= np.uint64(_ODD)

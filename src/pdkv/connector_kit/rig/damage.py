@@ -178,11 +178,10 @@ class Damage:
     def _blocks(self) -> Bytes:
         layout, flat = self._pool.layout, self._pool.flat
         assert flat is not None, "KV in device memory cannot be damaged here"
-        token_bytes = layout.head_size * layout.dtype_bytes
-        return flat.reshape(-1, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, token_bytes)
+        return flat.reshape(-1, *layout.pool_shape(1)[1:5], layout.row_bytes)
 
     def _place(self, blocks: Bytes, unit: int, part: UnitPart) -> Bytes:
-        """A part of a unit, (layers, 2, heads, tokens, bytes of a head's token)."""
+        """A part of a unit, (layers, sides, heads, tokens, bytes of a head's token)."""
         block, position = divmod(unit, self._units_per_block)
         first = position * self._pool.unit_tokens
         layers, heads = slice(part.layer_start, part.layer_stop), slice(part.head_start, part.head_stop)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import CANARY, GARBAGE, Values, describe_difference, kv_values
 from pdkv.connector_kit.rig.damage import Damage, has_digests
 from pdkv.connector_kit.rig.watch import StepWatch, resident_bytes
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, TransferKey, TransferResults
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.registry import build_connector
 from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
 from pdkv.errors import IncompatiblePeers, TransferError
@@ -30,18 +32,18 @@ class HostedRank:
     """Everything of one rank. Built in the order in which the engine builds it."""
 
     def __init__(self, build: p.Build, notify: Callable[[], None]) -> None:
-        config = build.config
+        config = replace(build.config, block_table=LocalBlockTable(build.config.num_blocks))
         self._engine, self._rank = config.engine, config.rank
         self._layout = config.layout
         self._heads = rank_heads(config.rank, config.tp, config.layout.kv_heads_of_all_ranks)
         self._watch = self.make_watch(notify)
         self._metas: dict[int, KVConnectorMetadata] = {}
         self._expected: dict[TransferKey, p.Expect] = {}
-        self._connector = connector = build_connector(config, notify)
-        self._table = connector.make_block_table() if config.rank == 0 else None
-        self._scheduler = connector.make_scheduler_side() if config.rank == 0 else None
-        self._worker = connector.make_worker_side(config.rank)
-        pool = connector.allocate_kv_cache()
+        self._connector = built = build_connector(config, notify)
+        self._table = config.block_table if built.block_table is None else built.block_table
+        self._scheduler = built.scheduler() if config.rank == 0 else None
+        self._worker = built.worker()
+        pool = built.kv_cache()
         self._pool = pool = _new_pool(config.layout, config.num_blocks) if pool is None else pool
         self._words = _words(pool)
         self._known_words = self.fill_pool(self._words)  # if only this engine and its loads wrote it
@@ -164,7 +166,7 @@ class HostedRank:
         """A step in the order of base.py; layers without hooks where the metadata needs none."""
         worker, call = self._worker, self._watch.call
         if step.meta is not None and step.begin:
-            decoded = msgspec.msgpack.decode(step.meta, type=self._connector.metadata_type)
+            decoded = msgspec.msgpack.decode(step.meta, type=self._worker.metadata_type)
             self._metas[step.step_id] = decoded
         meta = self._metas[step.step_id]
         if step.begin:
@@ -262,10 +264,7 @@ class HostedRank:
 def _new_pool(layout: KVLayout, num_blocks: int) -> "torch.Tensor":
     import torch
 
-    return torch.zeros(
-        num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size,
-        dtype=getattr(torch, layout.dtype),
-    )  # fmt: skip
+    return torch.zeros(layout.pool_shape(num_blocks), dtype=getattr(torch, layout.dtype))
 
 
 def _words(pool: "torch.Tensor") -> Values:
@@ -277,7 +276,7 @@ def _words(pool: "torch.Tensor") -> Values:
 
 
 def _tokens_first(words: Values) -> Values:
-    """A pool as (num_blocks, block_size, num_layers, 2, num_kv_heads, head_size)."""
+    """A pool as (num_blocks, block_size, num_layers, sides, num_kv_heads, head_size)."""
     return words.transpose(0, 4, 1, 2, 3, 5)
 
 

@@ -14,7 +14,7 @@ from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote, wait_for_any
 from pdkv.connectors.registry import plan_connector
 from pdkv.errors import IncompatiblePeers, PdkvError
-from pdkv.wire.kv import ChecksumMode, KVGroup, KVLayout
+from pdkv.wire.kv import ChecksumMode, KVGroup, KVLayout, LayoutKind, Positions
 
 NUM_KV_HEADS = 4
 """Of the model; up to four ranks hold different ones."""
@@ -70,6 +70,8 @@ class Shape:
     dtype: str = "float32"
     dtype_bytes: int = 4
     groups: tuple[KVGroup, ...] = ()  # then num_layers is not looked at
+    sides: int = 2
+    positions: Positions = "rotated"
 
     def layout(self) -> KVLayout:
         """The KV layout of one rank."""
@@ -82,6 +84,8 @@ class Shape:
             dtype_bytes=self.dtype_bytes,
             total_kv_heads=self.num_heads,
             groups=self.groups,
+            sides=self.sides,
+            positions=self.positions,
         )
 
 
@@ -95,7 +99,7 @@ class Setting:
     options: dict[str, str]
     short_options: dict[str, str] = field(default_factory=dict)  # deadlines: "{deadline}" is that of the world
     one_process: bool = False
-    kv_groups: bool = False  # it takes layers with windows
+    layouts: tuple[LayoutKind, ...] = ()  # that its plan names
     groups: tuple[KVGroup, ...] = ()  # of engines whose shape nobody has chosen
     kv_checksum: ChecksumMode = "on"
     timeout_s: float = 20.0

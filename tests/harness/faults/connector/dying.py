@@ -18,7 +18,7 @@ class Dying(Spoiled):
     """Ends its process."""
 
     @staticmethod
-    def spoil(connector: Any, side: Any, switch: Path) -> None:
+    def spoil(kind: str, table: Any, side: Any, switch: Path) -> None:
         """Kill the process in the step that the file says."""
         build = side.build_connector_meta
         side.observes = side.observes | Observed(Shown.ALL, Shown.NONE, waiting_keys=False)

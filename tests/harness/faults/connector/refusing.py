@@ -15,10 +15,10 @@ class Refusing(Spoiled):
     """Its peers refuse what it sends."""
 
     @staticmethod
-    def spoil(connector: Any, side: Any, switch: Path) -> None:
+    def spoil(kind: str, table: Any, side: Any, switch: Path) -> None:
         """As the transfers of its kind can be refused."""
-        if connector.config.plan.kind == "pull":
-            _end_generations(side, connector.table, switch)
+        if kind == "pull":
+            _end_generations(side, table, switch)
         else:
             _confuse_tickets(side, switch)
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
-from pdkv.connectors.base import ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector
+from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, SchedulerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.connectors.registry import build_connector, plan_connector
+from pdkv.wire.kv import ConnectorKind
 
 OF, SWITCH = "of", "switch"
 
@@ -19,38 +20,27 @@ class Spoiled(KVConnector):
 
     declares = ConnectorPlan(interface=INTERFACE, kind="pull")
 
-    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        self.config = config
-        inner = msgspec.structs.replace(config, plan=_plan_of_inner(config.plan.options))
-        self._inner = build_connector(inner, notify)
-        self.metadata_type = self._inner.metadata_type  # type: ignore[misc]
-
     @staticmethod
-    def spoil(connector: Any, side: Any, switch: Path) -> None:
-        """Give a scheduler side of the connector its fault."""
+    def spoil(kind: ConnectorKind, table: BlockTable, side: Any, switch: Path) -> None:
+        """Give a scheduler side of that kind, whose pool writes `table`, its fault."""
         raise NotImplementedError
 
     @classmethod
     def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
         return msgspec.structs.replace(_plan_of_inner(options), build="", probe="")
 
-    def make_block_table(self) -> BlockTable:
-        self.table = self._inner.make_block_table()
-        return self.table
+    @classmethod
+    def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
+        inner = build_connector(msgspec.structs.replace(config, plan=_plan_of_inner(config.plan.options)), notify)
+        table = inner.block_table or config.block_table
 
-    def allocate_kv_cache(self) -> Any:
-        return self._inner.allocate_kv_cache()
+        def scheduler() -> SchedulerConnector:
+            side = inner.scheduler()
+            assert table is not None, "the pool of an engine is written down"
+            cls.spoil(config.plan.kind, table, side, Path(config.plan.options[SWITCH]))
+            return side
 
-    def make_scheduler_side(self) -> SchedulerConnector:
-        side = self._inner.make_scheduler_side()
-        self.spoil(self, side, Path(self.config.plan.options[SWITCH]))
-        return side
-
-    def make_worker_side(self, rank: int) -> WorkerConnector:
-        return self._inner.make_worker_side(rank)
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
+        return inner._replace(scheduler=scheduler)
 
 
 def _plan_of_inner(options: Mapping[str, str]) -> ConnectorPlan:
