@@ -33,8 +33,10 @@ def differences(device: str, model: Path, prompts: list[list[int]], num_tokens: 
     """Of `num_tokens` behind each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
     with LLM(model, device=device, dtype="bfloat16", kv_cache_memory=64 << 20) as llm:
-        outputs = [result.outputs[0] for result in llm.generate(prompts, params, progress=False)]
-    found = [torch.tensor([logprob.logprob for logprob in output.logprobs or []]) for output in outputs]
+        outputs = [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=False)]
+    found = [
+        torch.tensor([next(iter(entry.values())).logprob for entry in output.logprobs or []]) for output in outputs
+    ]
     ours = torch.cat(found)
     theirs, exact = (
         torch.cat([_logprobs(other, p, list(o.token_ids)) for p, o in zip(prompts, outputs, strict=True)])
@@ -103,7 +105,7 @@ def _time_pdkv(llm: LLM, prompts: list[list[int]], output_len: int) -> float:
 
     def generate() -> None:
         first = next(first_tokens)
-        llm.generate([[first, *prompt[1:]] for prompt in prompts], params, progress=False)
+        llm.generate([[first, *prompt[1:]] for prompt in prompts], params, use_tqdm=False)
 
     return in_turns({"": generate}, ROUNDS)[""].median / 1e3
 

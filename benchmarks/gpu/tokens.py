@@ -56,7 +56,7 @@ def _bfloat16(found: Differences) -> Iterator[Claim]:
 def _generate(device: str, prompts: list[str], **options: Any) -> list[RequestOutput]:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
     with LLM(device=device, dtype="float32", kv_cache_memory=64 << 20, **options) as llm:
-        return list(llm.generate(prompts, params, progress=False))
+        return list(llm.generate(prompts, params, use_tqdm=False))
 
 
 def _first_difference(one: RequestOutput, other: RequestOutput) -> float | None:
@@ -65,6 +65,6 @@ def _first_difference(one: RequestOutput, other: RequestOutput) -> float | None:
     for i, (token, another) in enumerate(zip(first.token_ids, second.token_ids, strict=True)):
         if token != another:
             assert first.logprobs is not None
-            best, next_best = (logprob for _, logprob in first.logprobs[i].top[:2])
-            return best - next_best
+            best, next_best = first.logprobs[i].values()
+            return best.logprob - next_best.logprob
     return None

@@ -48,6 +48,7 @@ class KVCacheManager:
         windows: by KV group, how many tokens its layers see; 0: all.
         max_step_tokens: tokens of one step.
         hit_tokens: what a store's hits, which end at multiples of so many tokens, need of a window is kept; 0: none.
+        caches: whether content can be found again; False: what is in a block is its requests' alone.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class KVCacheManager:
         windows: Sequence[int] = (0,),
         max_step_tokens: int = 0,
         hit_tokens: int = 0,
+        caches: bool = True,
     ) -> None:
         assert block_size % hash_block_size == 0
         self.pool = pool
@@ -68,6 +70,7 @@ class KVCacheManager:
         self._has_windows = any(windows)
         self._max_step_tokens = max_step_tokens
         self._hit_tokens = hit_tokens
+        self._caches = caches
         self._keys_per_block = block_size // hash_block_size
         self._step_blocks: dict[int, list[_Leaving]] = {}  # step in flight -> requests that left since
         self._leaving: deque[_Leaving] = deque()
@@ -93,8 +96,8 @@ class KVCacheManager:
         """The longest cached prefix of the request's wanted tokens: all its blocks in groups without a window, in the
         others those that the next token sees. Holds nothing.
         """
-        if request.submit.params.prompt_logprobs is not None:
-            return PrefixHit(0, [[] for _ in self._windows])  # their logits must be computed
+        if request.submit.params.computes_prompt:
+            return PrefixHit(0, [[] for _ in self._windows])
         request.update_hash_keys(request.num_wanted, self.hash_block_size)
         return self._find_hit(request, request.num_wanted // self.block_size)
 
@@ -299,7 +302,7 @@ class KVCacheManager:
 
     def _commit(self, content: "Request | _Leaving", group: int, stop: int) -> None:
         first, per_block = max(content.num_committed_blocks, content.num_given_up[group]), self._keys_per_block
-        if first >= stop:
+        if first >= stop or not self._caches:
             return
         block_ids = content.block_tables[group][first:stop]
         if group:

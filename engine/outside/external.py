@@ -189,8 +189,8 @@ class ExternalKV:
             return False
         if request.kv == "await_peer":
             return True
-        if request.submit.params.prompt_logprobs is not None:
-            return False  # their logits must be computed
+        if request.submit.params.computes_prompt:
+            return False
         return not request.preempted or self._swap.looks
 
     def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:

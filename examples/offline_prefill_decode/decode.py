@@ -11,7 +11,7 @@ def main() -> None:
     directory = Path(sys.argv[1])
     prompts = json.loads((directory / "prompts.json").read_text())
     with LLM(connector="shared_storage", connector_config={"path": str(directory / "kv")}) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), progress=False)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     for output in outputs:
         print(f"{output.outputs[0].text}  ({output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens loaded)")
 

@@ -25,7 +25,7 @@ PROMPTS = [
 def main() -> None:
     directory = Path(sys.argv[1])
     with LLM(connector="shared_storage", connector_config={"path": str(directory / "kv")}) as llm:
-        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), progress=False)
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     (directory / "prompts.json").write_text(json.dumps([output.prompt for output in outputs]))
     print(f"prefilled {len(outputs)} prompts of {[len(output.prompt_token_ids) for output in outputs]} tokens")
 

@@ -100,6 +100,9 @@ class EngineConfig(Options):
         "KV of requests that had to give their blocks up: read again from host memory or a store, where it is, or "
         "computed again; auto: what takes less time",
     )
+    enable_prefix_caching: bool = option(
+        True, "find the KV of a prompt's first tokens in the engine's pool, where an earlier request has left it"
+    )
     in_turn_below_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
         0.05, "on a CPU, steps that are expected to take less are computed in turn, which then costs less; 0: none are"
     )

@@ -35,7 +35,7 @@ def workload(model: Path) -> Workload:
     prompts = [chance.choices(range(3, 200), k=length) for length in (1, 15, 16, 17, 48, 90, 130, 200)]
     prompts.append([*prompts[-1][:64], 7, 9])
     with LLM(model, **FP8) as llm:
-        outputs = llm.generate(prompts, GREEDY, progress=False)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     return Workload(model, [Expected(p, o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)])
 
 
@@ -60,7 +60,7 @@ def found(path: Path, store: Path, prompts: Sequence[list[int]], **options: obje
     """Prompt tokens that an engine finds in the store; what it computes is there afterwards."""
     config = {"path": str(store), "lookup_timeout_s": "20"}
     with LLM(path, connector="shared_storage", connector_config=config, **options) as llm:  # type: ignore[arg-type]
-        return sum(output.num_cached_tokens or 0 for output in llm.generate(prompts, GREEDY, progress=False))
+        return sum(output.num_cached_tokens or 0 for output in llm.generate(prompts, GREEDY, use_tqdm=False))
 
 
 def test_a_store_gives_it_to_engines_of_the_same_dtype_alone(workload: Workload, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def turns(served: Path) -> list[Turn]:
     with LLM(served, threads=1, kv_cache_memory=8 << 20) as llm:
         for question in QUESTIONS:
             history = [*history, *question]
-            (output,) = llm.generate([history], params, progress=False)
+            (output,) = llm.generate([history], params, use_tqdm=False)
             answer = list(output.outputs[0].token_ids)
             found.append(Turn(history, answer, len(question)))
             history = [*history, *answer]

@@ -40,6 +40,6 @@ def test_an_engine_over_the_kernels_says_what_transformers_says(
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     options = {"kv_cache_memory": 4 << 20, "max_num_batched_tokens": 24, "max_num_seqs": 4, "dtype": "float32"}
     with LLM(serve_directory(directory, tmp_path), device=device.type, threads=1, **options) as llm:
-        outputs = llm.generate(prompts[:3], params, progress=False) + llm.generate(prompts[3:], params, progress=False)
+        outputs = llm.generate(prompts[:3], params, use_tqdm=False) + llm.generate(prompts[3:], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert outputs[-1].num_cached_tokens > 0

@@ -39,14 +39,14 @@ def llm(engine: LLM) -> Iterator[LLM]:
 
 
 def test_results_have_the_prompts_order_whatever_form_they_have(llm: LLM) -> None:
-    by_text = llm.generate(["hello", "a longer prompt than the first"], GREEDY, progress=False)
+    by_text = llm.generate(["hello", "a longer prompt than the first"], GREEDY, use_tqdm=False)
     ids = [output.prompt_token_ids for output in by_text]
-    by_ids = llm.generate(ids, GREEDY, progress=False)
+    by_ids = llm.generate(ids, GREEDY, use_tqdm=False)
     assert [output.prompt for output in by_text] == ["hello", "a longer prompt than the first"]
     assert [output.prompt for output in by_ids] == [None, None]
     assert [output.outputs for output in by_ids] == [output.outputs for output in by_text]
-    assert llm.generate("hello", GREEDY, progress=False)[0].outputs == by_text[0].outputs
-    assert llm.generate(ids[0], GREEDY, progress=False)[0].outputs == by_text[0].outputs
+    assert llm.generate("hello", GREEDY, use_tqdm=False)[0].outputs == by_text[0].outputs
+    assert llm.generate(ids[0], GREEDY, use_tqdm=False)[0].outputs == by_text[0].outputs
     for output in by_text:
         assert len(output.outputs[0].token_ids) == 12
         assert output.outputs[0].finish_reason == "length"
@@ -56,7 +56,7 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, model: Path) -> None:
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    (output,) = llm.generate("The quick brown fox", GREEDY, progress=False)
+    (output,) = llm.generate("The quick brown fox", GREEDY, use_tqdm=False)
     prompt = torch.tensor([output.prompt_token_ids])
     expected = reference.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert output.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
@@ -66,32 +66,32 @@ def test_conversations_are_what_the_chat_template_makes_of_them(llm: LLM) -> Non
     first = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
     second = [{"role": "user", "content": "Bye"}]
     texts = ["[system]Be kind.[user]Hello[assistant]", "[user]Bye[assistant]"]
-    both = llm.chat([first, second], GREEDY, progress=False)
-    assert [output.outputs for output in both] == [o.outputs for o in llm.generate(texts, GREEDY, progress=False)]
-    (alone,) = llm.chat(first, GREEDY, progress=False)
+    both = llm.chat([first, second], GREEDY, use_tqdm=False)
+    assert [output.outputs for output in both] == [o.outputs for o in llm.generate(texts, GREEDY, use_tqdm=False)]
+    (alone,) = llm.chat(first, GREEDY, use_tqdm=False)
     assert alone.prompt_token_ids == both[0].prompt_token_ids
     assert alone.outputs == both[0].outputs
     begun = [*second, {"role": "assistant", "content": "So "}]
-    (going_on,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True, progress=False)
+    (going_on,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True, use_tqdm=False)
     assert llm.tokenizer.decode(going_on.prompt_token_ids) == "[user]Bye[assistant]So "
 
 
 @pytest.mark.parametrize("messages", [[], [[]], ["Hello"], "Hello", [{"content": "x"}], [[{"role": "user"}], "x"]])
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequest, match="a list of messages with a role") as refused:
-        llm.chat(messages, GREEDY, progress=False)
+        llm.chat(messages, GREEDY, use_tqdm=False)
     assert refused.value.param == "messages"
     with pytest.raises(InvalidRequest, match="add_generation_prompt=False"):
-        llm.chat([{"role": "user", "content": "x"}], continue_final_message=True, progress=False)
+        llm.chat([{"role": "user", "content": "x"}], continue_final_message=True, use_tqdm=False)
 
 
 def test_prompts_may_have_the_form_of_mappings(llm: LLM) -> None:
     """F74."""
-    [plain] = llm.generate("hello there", GREEDY, progress=False)
+    [plain] = llm.generate("hello there", GREEDY, use_tqdm=False)
     ids = plain.prompt_token_ids
     for given in ({"prompt": "hello there", "multi_modal_data": None}, {"prompt_token_ids": ids, "prompt": "x"}):
-        [alone] = llm.generate(given, GREEDY, progress=False)
-        [listed, other] = llm.generate([given, ids], GREEDY, progress=False)
+        [alone] = llm.generate(given, GREEDY, use_tqdm=False)
+        [listed, other] = llm.generate([given, ids], GREEDY, use_tqdm=False)
         for output in (alone, listed, other):
             assert (output.prompt_token_ids, output.outputs) == (ids, plain.outputs)
         assert (alone.prompt, other.prompt) == (given["prompt"], None)
@@ -124,7 +124,7 @@ def test_a_parameter_of_another_type_is_refused_by_its_name_and_value(
 ) -> None:
     """F73."""
     with pytest.raises(InvalidRequest) as refused:
-        llm.generate("hello", msgspec.structs.replace(GREEDY, **{field: value}), progress=False)
+        llm.generate("hello", msgspec.structs.replace(GREEDY, **{field: value}), use_tqdm=False)
     assert refused.value.param == field
     forms = (f"{field}={value!r}: {expected}", f"{field} must be {expected}, got {value!r}")
     assert str(refused.value) in forms
@@ -133,8 +133,8 @@ def test_a_parameter_of_another_type_is_refused_by_its_name_and_value(
 def test_none_is_the_default_where_vllm_has_it(llm: LLM) -> None:
     fields = ("top_p", "stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors", "seed", "logprobs")
     params = SamplingParams(temperature=0.0, **dict.fromkeys(fields))
-    assert llm.generate("hello", params, progress=False)[0].outputs == (
-        llm.generate("hello", SamplingParams(temperature=0.0), progress=False)[0].outputs
+    assert llm.generate("hello", params, use_tqdm=False)[0].outputs == (
+        llm.generate("hello", SamplingParams(temperature=0.0), use_tqdm=False)[0].outputs
     )
 
 
@@ -147,9 +147,9 @@ def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
         stop_token_ids=np.array([7]),  # type: ignore[arg-type]
     )
     plain = SamplingParams(temperature=0.5, seed=3, max_tokens=4, logit_bias={9: 2.0}, stop_token_ids=(7,))
-    [by_numpy] = llm.generate(np.array([5, 6, 7]), given, progress=False)
+    [by_numpy] = llm.generate(np.array([5, 6, 7]), given, use_tqdm=False)
     assert by_numpy.prompt_token_ids == [5, 6, 7]
-    assert by_numpy.outputs == llm.generate([5, 6, 7], plain, progress=False)[0].outputs
+    assert by_numpy.outputs == llm.generate([5, 6, 7], plain, use_tqdm=False)[0].outputs
 
 
 def test_one_text_is_one_stop_string_and_one_bad_word(llm: LLM) -> None:
@@ -157,8 +157,8 @@ def test_one_text_is_one_stop_string_and_one_bad_word(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, allowed_token_ids=letters)
     for field in ("stop", "bad_words"):
         one, listed = (msgspec.structs.replace(params, **{field: value}) for value in ("ab", ("ab",)))
-        [choice] = llm.generate("hello", one, progress=False)[0].outputs
-        assert [choice] == llm.generate("hello", listed, progress=False)[0].outputs
+        [choice] = llm.generate("hello", one, use_tqdm=False)[0].outputs
+        assert [choice] == llm.generate("hello", listed, use_tqdm=False)[0].outputs
         assert "ab" not in choice.text
 
 
@@ -166,7 +166,7 @@ def test_one_text_is_one_stop_string_and_one_bad_word(llm: LLM) -> None:
 def test_a_chat_option_of_another_type_is_refused(llm: LLM, option: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=f"{option}={value!r}: Expected"):
         llm.chat(
-            [{"role": "user", "content": "x"}], GREEDY, progress=False, add_generation_prompt=False, **{option: value}
+            [{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, add_generation_prompt=False, **{option: value}
         )  # type: ignore[arg-type]
 
 
@@ -189,38 +189,38 @@ def test_messages_are_read_as_over_http_and_stay_as_they_are(model: Path, tmp_pa
     with LLM(tmp_path, kv_cache_memory=8 << 20, threads=1) as llm:
         for continues in (False, True):
             options = {"add_generation_prompt": False, "continue_final_message": continues}
-            [output] = llm.chat(begun, GREEDY, progress=False, **options)  # type: ignore[arg-type]
+            [output] = llm.chat(begun, GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
             text = llm.tokenizer.decode(output.prompt_token_ids)
             assert text == "<user>What\ntime?<assistant>CET<assistant>It is "
         with pytest.raises(InvalidRequest, match="needs a text as the final message's content"):
-            llm.chat([{"role": "user", "content": parts}], GREEDY, progress=False, **options)  # type: ignore[arg-type]
+            llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
     assert begun == before
 
 
 def test_params_per_prompt(llm: LLM) -> None:
     params = [msgspec.structs.replace(GREEDY, max_tokens=n) for n in (1, 5)]
-    outputs = llm.generate(["x", "y"], params, progress=False)
+    outputs = llm.generate(["x", "y"], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5]
 
 
 def test_a_stop_string_is_cut_and_ends_the_request(llm: LLM) -> None:
     letters = llm.tokenizer.encode("abcdefghijklmnopqrstuvwxyz")
     params = msgspec.structs.replace(GREEDY, temperature=1.0, seed=1, logit_bias=dict.fromkeys(letters, 100.0))
-    whole = llm.generate("hello", params, progress=False)[0].outputs[0]
+    whole = llm.generate("hello", params, use_tqdm=False)[0].outputs[0]
     stop = whole.text[4:6]
     at = whole.text.index(stop)
-    choice = llm.generate("hello", msgspec.structs.replace(params, stop=(stop,)), progress=False)[0].outputs[0]
+    choice = llm.generate("hello", msgspec.structs.replace(params, stop=(stop,)), use_tqdm=False)[0].outputs[0]
     assert len(whole.text) == 12
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (whole.text[:at], "stop", stop)
     assert len(choice.token_ids) < 12
 
 
 def test_a_stop_token_id_is_the_last_token_and_not_in_the_text(llm: LLM) -> None:
-    whole = llm.generate("hello", GREEDY, progress=False)[0].outputs[0]
+    whole = llm.generate("hello", GREEDY, use_tqdm=False)[0].outputs[0]
     stop = whole.token_ids[3]
     first = whole.token_ids.index(stop)
     params = msgspec.structs.replace(GREEDY, stop_token_ids=(stop,))
-    choice = llm.generate("hello", params, progress=False)[0].outputs[0]
+    choice = llm.generate("hello", params, use_tqdm=False)[0].outputs[0]
     assert choice.token_ids == whole.token_ids[: first + 1]
     assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
     assert whole.text.startswith(choice.text)
@@ -229,12 +229,12 @@ def test_a_stop_token_id_is_the_last_token_and_not_in_the_text(llm: LLM) -> None
 def test_bad_words_do_not_come_and_only_allowed_tokens_do(llm: LLM) -> None:
     letters = tuple(llm.tokenizer.encode("abc"))
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, allowed_token_ids=letters)
-    [free] = llm.generate("hello", params, progress=False)[0].outputs
+    [free] = llm.generate("hello", params, use_tqdm=False)[0].outputs
     assert set(free.text) == set("abc")
     assert "ab" in free.text
     assert "c" in free.text
     without = msgspec.structs.replace(params, bad_words=("ab", "cc"))
-    [choice] = llm.generate("hello", without, progress=False)[0].outputs
+    [choice] = llm.generate("hello", without, use_tqdm=False)[0].outputs
     assert len(choice.text) == 60
     assert set(choice.text) == set("abc")
     assert "ab" not in choice.text
@@ -243,37 +243,44 @@ def test_bad_words_do_not_come_and_only_allowed_tokens_do(llm: LLM) -> None:
 
 def test_choices_differ_and_the_seed_decides(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=7, max_tokens=12, ignore_eos=True)
-    once, again = (llm.generate("hello there", params, progress=False)[0] for _ in range(2))
+    once, again = (llm.generate("hello there", params, use_tqdm=False)[0] for _ in range(2))
     assert once.outputs == again.outputs
     assert [choice.index for choice in once.outputs] == [0, 1, 2, 3]
     assert len({tuple(choice.token_ids) for choice in once.outputs}) == 4
-    other = llm.generate("hello there", msgspec.structs.replace(params, seed=8), progress=False)[0]
+    other = llm.generate("hello there", msgspec.structs.replace(params, seed=8), use_tqdm=False)[0]
     assert other.outputs != once.outputs
 
 
 def test_a_repeated_prompt_is_cached(llm: LLM) -> None:
     prompt = "A prompt that fills several blocks of sixteen tokens each."
-    first, second = (llm.generate(prompt, GREEDY, progress=False)[0] for _ in range(2))
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens == len(second.prompt_token_ids) // 16 * 16
     assert first.outputs == second.outputs
     text = first.outputs[0].text
-    third = llm.generate(prompt, msgspec.structs.replace(GREEDY, stop=(text[0],)), progress=False)[0]
+    third = llm.generate(prompt, msgspec.structs.replace(GREEDY, stop=(text[0],)), use_tqdm=False)[0]
     assert third.outputs[0].stop_reason == text[0]
     assert third.num_cached_tokens == second.num_cached_tokens
 
 
 def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
     params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=1)
-    (output,) = llm.generate("hello", params, progress=False)
+    (output,) = llm.generate("hello", params, use_tqdm=False)
     choice = output.outputs[0]
     assert choice.logprobs is not None
-    assert [entry.token_id for entry in choice.logprobs] == choice.token_ids
-    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in choice.logprobs)
+    assert [next(iter(entry)) for entry in choice.logprobs] == choice.token_ids
+    for token_id, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert [logprob.rank for logprob in entry.values()] == [1, 2]
+        assert entry[token_id].logprob == max(logprob.logprob for logprob in entry.values())
+        assert [logprob.decoded_token for logprob in entry.values()] == [llm.tokenizer.token_text(i) for i in entry]
+    chosen = [entry[i].logprob for i, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
+    assert choice.cumulative_logprob == pytest.approx(sum(chosen))
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
-    shown = [entry.token_id for entry in output.prompt_logprobs[1:] if entry is not None]
-    assert shown == output.prompt_token_ids[1:]
+    for token_id, given in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert given is not None
+        assert next(iter(given)) == token_id
+        assert len(given) == 2 - (given[token_id].rank == 1)
 
 
 @pytest.mark.parametrize(
@@ -290,11 +297,12 @@ def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
         (b"hello", GREEDY, "a prompt is a text or a list of token ids, .* got b'hello'"),
         (7, GREEDY, "a prompt is a text or a list of token ids, .* got 7"),
         ({"text": "a"}, GREEDY, "or a mapping of prompt or prompt_token_ids to such, got {'text': 'a'}"),
-        ({"prompt": "a", "cache_salt": "s"}, GREEDY, "got {'prompt': 'a', 'cache_salt': 's'}"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, GREEDY, "got {'prompt': 'a', 'multi_modal_data': "),
+        ({"prompt": "a", "cache_salt": 1}, GREEDY, "cache_salt=1: Expected `str"),
         ([{"prompt": None}], GREEDY, "got {'prompt': None}"),
         ({"prompt": 5}, GREEDY, "prompt=5: Expected `str"),
         ({"prompt": ""}, GREEDY, "prompt must not be empty"),
-        ("x", {"temperature": 0}, "params must be SamplingParams, got {'temperature': 0}"),
+        ("x", {"temperature": 0}, "expected SamplingParams, got {'temperature': 0}"),
         (["x"], [GREEDY, GREEDY], "1 prompts need 1 or 1 SamplingParams, got 2"),
     ],
 )
@@ -302,7 +310,7 @@ def test_what_can_never_work_is_refused_and_leaves_nothing(
     llm: LLM, prompts: list[str], params: SamplingParams, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        llm.generate(prompts, params, progress=False)
+        llm.generate(prompts, params, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -331,8 +339,8 @@ def test_without_parameters_a_generation_has_the_models_defaults(model: Path, tm
     said = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=9)
     with LLM(tmp_path, kv_cache_memory=8 << 20, threads=1) as llm:
         assert llm.get_default_sampling_params() == said
-        by_default = llm.generate("The quick brown fox", progress=False)
-        assert by_default[0].outputs == llm.generate("The quick brown fox", said, progress=False)[0].outputs
-        assert by_default[0].outputs != llm.generate("The quick brown fox", GREEDY, progress=False)[0].outputs
+        by_default = llm.generate("The quick brown fox", use_tqdm=False)
+        assert by_default[0].outputs == llm.generate("The quick brown fox", said, use_tqdm=False)[0].outputs
+        assert by_default[0].outputs != llm.generate("The quick brown fox", GREEDY, use_tqdm=False)[0].outputs
     with LLM(tmp_path, kv_cache_memory=8 << 20, threads=1, generation_config="none") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()

@@ -30,7 +30,7 @@ def make_llm(connector: str = "store", **options: str) -> LLM:
 
 def found(llm: LLM) -> int:
     """Prompt tokens that an engine finds; what it computes is stored when this returns. Its answers are right."""
-    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == ANSWERS
     return sum(output.num_cached_tokens for output in outputs)
 
@@ -55,7 +55,7 @@ def test_an_exact_engine_finds_nothing_that_was_saved_behind_a_lossy_load(tmp_pa
     with make_llm(url=url, codec="cachegen") as lossy:
         assert found(lossy) == 512
         longer = [prompt + answer for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
-        lossy.generate(longer, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True), progress=False)
+        lossy.generate(longer, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True), use_tqdm=False)
     with make_llm(url=url) as exact:
         assert found(exact) == 0
     before = files(tmp_path)

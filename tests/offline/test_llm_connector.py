@@ -29,7 +29,7 @@ def make_llm(connector: str | None = None, **connector_config: str) -> LLM:
 
 def answers_of(llm: LLM) -> tuple[list[str], list[int]]:
     """Texts, and how many tokens of each prompt were not computed."""
-    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [output.outputs[0].text for output in outputs], [output.num_cached_tokens for output in outputs]
 
 

@@ -39,7 +39,7 @@ def test_an_answer_ends_at_the_tokenizers_end_token(hf_model: HFModel, tmp_path:
     def ask(**fields: Any) -> tuple[list[int], str | None]:
         with LLM(tmp_path, kv_cache_memory=4 << 20, threads=1) as llm:
             params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, **fields)
-            [answer] = llm.generate([PROMPT], params, progress=False)[0].outputs
+            [answer] = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
             return list(answer.token_ids), answer.finish_reason
 
     whole, reason = ask()

@@ -60,7 +60,7 @@ def generate(ahead: int, proposer: RandomProposer | None = None, **fields: Any) 
         patch.setattr("pdkv.offline.engine.build_engine", partial(build_engine, proposer=proposer))
         options = {"dtype": "float32", "device": "cpu", "threads": 1, "in_turn_below_s": 0.0, **fields}
         with LLM(max_steps_ahead=ahead, **options) as llm:
-            outputs = llm.generate(*asked(), progress=False)
+            outputs = llm.generate(*asked(), use_tqdm=False)
             assert (llm._engine.core.scheduler.num_preemptions > 0) == ("kv_cache_memory" in fields)
     return outputs
 
@@ -124,7 +124,7 @@ def llm() -> Iterator[LLM]:
 def test_a_chat_is_answered_in_its_shape(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputs(choice=("yes", "no", "perhaps")))
     messages = [{"role": "user", "content": "Is it raining?"}]
-    (output,) = llm.chat(messages, params, progress=False)
+    (output,) = llm.chat(messages, params, use_tqdm=False)
     assert output.outputs[0].text in ("yes", "no", "perhaps")
 
 
@@ -139,9 +139,9 @@ def test_a_chat_is_answered_in_its_shape(llm: LLM) -> None:
 )
 def test_a_wrong_shape_is_refused_and_the_engine_goes_on(llm: LLM, asked_for: StructuredOutputs, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text) as raised:
-        llm.generate("x", SamplingParams(structured_outputs=asked_for), progress=False)
+        llm.generate("x", SamplingParams(structured_outputs=asked_for), use_tqdm=False)
     assert raised.value.param == "structured_outputs"
-    (output,) = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True), progress=False)
+    (output,) = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_shape_is_refused_and_the_engine_goes_on(llm: LLM, asked_for: St
 def test_what_contradicts_the_shape_ends_the_request_with_the_reason(llm: LLM, fields: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputs(choice=("yes", "no")), **fields)
     with pytest.raises(InvalidRequest, match=r"no token can be chosen: .*structured_outputs"):
-        llm.generate("x", params, progress=False)
+        llm.generate("x", params, use_tqdm=False)
 
 
 def test_the_engine_gives_a_grammar_the_time_that_its_options_say() -> None:

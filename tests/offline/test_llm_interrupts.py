@@ -64,11 +64,11 @@ def test_after_a_step_that_failed_every_call_says_so(model: Path, loop: dict[str
 
         setattr(executor, name, fail)
         with pytest.raises(MemoryError, match="no more"):
-            llm.generate("hello", GREEDY, progress=False)
+            llm.generate("hello", GREEDY, use_tqdm=False)
         delattr(executor, name)
         for _ in range(2):
             with pytest.raises(EngineUnavailable, match="the engine failed: MemoryError: no more"):
-                llm.generate("hello", GREEDY, progress=False)
+                llm.generate("hello", GREEDY, use_tqdm=False)
         with pytest.raises(EngineUnavailable, match="no more"):
             llm.set_peers([])
 
@@ -77,20 +77,20 @@ def test_after_its_end_an_llm_says_so(model: Path) -> None:
     with LLM(model, kv_cache_memory=8 << 20, threads=1, device="cpu") as llm:
         pass
     with pytest.raises(EngineUnavailable, match="was closed"):
-        llm.generate("hello", GREEDY, progress=False)
+        llm.generate("hello", GREEDY, use_tqdm=False)
 
 
 def test_a_forked_process_does_not_wait_for_the_threads_that_it_lacks(model: Path) -> None:
     with LLM(model, kv_cache_memory=8 << 20, threads=1, device="cpu", in_turn_below_s=0.0) as llm:
-        llm.generate("hello", GREEDY, progress=False)
+        llm.generate("hello", GREEDY, use_tqdm=False)
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                llm.generate("hello", GREEDY, progress=False)
+                llm.generate("hello", GREEDY, use_tqdm=False)
             except EngineUnavailable as error:
                 code = 0 if "forked" in str(error) else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert llm.generate("hello", GREEDY, progress=False)
+        assert llm.generate("hello", GREEDY, use_tqdm=False)

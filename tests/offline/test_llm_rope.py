@@ -50,7 +50,7 @@ def engine(model: Path, **fields: Any) -> Iterator[LLM]:
 
 
 def check(llm: LLM, expected: list[Expected]) -> None:
-    outputs = llm.generate([one.prompt for one in expected], PARAMS, progress=False)
+    outputs = llm.generate([one.prompt for one in expected], PARAMS, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [one.output for one in expected]
 
 
@@ -75,7 +75,7 @@ def test_where_no_length_matters_tokens_are_those_of_transformers(
         assert llm._engine.core.card.max_model_len == LONG
         check(llm, expected)
         with pytest.raises(InvalidRequest, match=f"at most {LONG - 1} leave room"):
-            llm.generate([[5] * LONG], PARAMS, progress=False)
+            llm.generate([[5] * LONG], PARAMS, use_tqdm=False)
 
 
 def fixed_oracle(model: Path, length: int) -> Oracle:

@@ -74,13 +74,13 @@ def generate(model: Path, ahead: int, proposer: RandomProposer | None = None) ->
         patch.setattr("pdkv.offline.engine.build_engine", partial(build_engine, proposer=proposer))
         with LLM(model, threads=1, max_num_seqs=12, device="cpu", **lag, **pool) as llm:
             most = watch_steps_ahead(llm, patch)
-            outputs = llm.generate(prompts, params, progress=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             assert llm._engine.core.scheduler.num_preemptions > 0
             assert max(most) == ahead
     found = []
     for output, prompt, asked_for in zip(outputs, prompts, params, strict=True):
         for choice in output.outputs:
-            logprobs = [(entry.token_id, pytest.approx(entry.logprob, abs=1e-3)) for entry in choice.logprobs or ()]
+            logprobs = [{i: pytest.approx(e[i].logprob, abs=1e-3) for i in e} for e in choice.logprobs or ()]
             reasons = choice.finish_reason, choice.stop_reason
             found.append(
                 (tuple(prompt), asked_for.seed, choice.index, choice.token_ids, choice.text, reasons, logprobs)
@@ -115,7 +115,7 @@ def test_guesses_right_and_wrong_change_nothing(model: Path, in_turn: list[Any],
 
 def test_an_llm_that_nobody_holds_any_more_gives_its_memory_back(model: Path) -> None:
     llm = LLM(model, max_steps_ahead=1, threads=1, device="cpu", kv_cache_memory=1 << 20)
-    llm.generate([[7, 8, 9]], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
+    llm.generate([[7, 8, 9]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     steps = [thread for thread in threading.enumerate() if thread.name == "steps"]
     core = weakref.ref(llm._engine.core)
     assert len(steps) == 1

@@ -38,7 +38,7 @@ def ending(llm: LLM, **fields: Any) -> SamplingParams:
 
 
 def test_required_and_named_tools_are_called(llm: LLM) -> None:
-    fields: dict[str, Any] = {"tools": TOOLS, "tool_parser": "hermes", "progress": False}
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_parser": "hermes", "use_tqdm": False}
     (required,) = llm.chat(USER, ending(llm, n=6), tool_choice="required", **fields)
     names = set()
     for choice in required.outputs:
@@ -63,19 +63,19 @@ def test_a_shape_or_a_call(llm: LLM) -> None:
     for char, calls in (("<", 1), ("y", 0)):
         [first] = llm.tokenizer.encode(char)
         biased = msgspec.structs.replace(params, logit_bias={**params.logit_bias, first: 100.0})
-        (output,) = llm.chat(USER, biased, tools=TOOLS, tool_choice="auto", tool_parser="hermes", progress=False)
+        (output,) = llm.chat(USER, biased, tools=TOOLS, tool_choice="auto", tool_parser="hermes", use_tqdm=False)
         assert len(output.outputs[0].tool_calls or []) == calls
         assert (output.outputs[0].text == "yes") is (not calls)
 
 
 def test_calls_are_text_where_none_are_read(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5)
-    (plain,) = llm.chat(USER, params, progress=False)
+    (plain,) = llm.chat(USER, params, use_tqdm=False)
     for fields in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {"tool_choice": "auto"}):
-        (output,) = llm.chat(USER, params, progress=False, **fields)
+        (output,) = llm.chat(USER, params, use_tqdm=False, **fields)
         assert output.outputs == plain.outputs
         assert output.outputs[0].tool_calls is None
-    (read,) = llm.chat(USER, params, tools=TOOLS, tool_parser="hermes", progress=False)
+    (read,) = llm.chat(USER, params, tools=TOOLS, tool_parser="hermes", use_tqdm=False)
     assert read.outputs[0].tool_calls == []
 
 
@@ -102,5 +102,5 @@ def test_calls_are_text_where_none_are_read(llm: LLM) -> None:
 )
 def test_what_cannot_be_called_is_refused(llm: LLM, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        llm.chat(USER, SamplingParams(max_tokens=1), progress=False, **fields)
+        llm.chat(USER, SamplingParams(max_tokens=1), use_tqdm=False, **fields)
     assert refused.value.param == param

@@ -42,7 +42,7 @@ def test_tokens_beyond_the_window_are_those_of_transformers(
             assert llm._engine.core.card.max_model_len == 512
             assert [group.layers for group in llm._engine.core.card.layout.groups] == groups
             for _ in range(2):  # the second time from the cache
-                outputs = llm.generate([one.prompt for one in expected], PARAMS, progress=False)
+                outputs = llm.generate([one.prompt for one in expected], PARAMS, use_tqdm=False)
                 assert [output.outputs[0].token_ids for output in outputs] == [one.output for one in expected]
 
 
@@ -56,7 +56,7 @@ def test_llms_of_one_process_share_what_two_groups_hold(hf_model: Callable[..., 
     options = {"mode": "store", "fabric": "two-groups"}
 
     def tokens_of(llm: LLM) -> tuple[list[list[int]], list[int]]:
-        outputs = llm.generate([one.prompt for one in expected], PARAMS, progress=False)
+        outputs = llm.generate([one.prompt for one in expected], PARAMS, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
 
     with (
@@ -79,5 +79,5 @@ def test_a_windows_layers_take_the_memory_of_the_window(hf_model: Callable[..., 
     with LLM(tmp_path, kv_cache_memory=14 * block_bytes, threads=1, max_num_batched_tokens=48) as llm:
         assert llm._engine.core.card.max_model_len == 512
         assert llm._engine.core.card.num_blocks == 14
-        outputs = llm.generate([one.prompt for one in expected], PARAMS, progress=False)
+        outputs = llm.generate([one.prompt for one in expected], PARAMS, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [one.output for one in expected]

@@ -58,9 +58,9 @@ def test_the_example_of_the_page_gives_what_transformers_gives(model: Path) -> N
     rng = random.Random(7)
     prompts = [[rng.randrange(5, 60) for _ in range(rng.randrange(1, 40))] for _ in range(10)]
     with LLM(model, logits_processors=NAMES, kv_cache_memory=4 << 20, **OPTIONS) as llm:
-        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, progress=False)]
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
         plain = msgspec.structs.replace(PARAMS, logits_processors={})
-        assert outputs != [o.outputs[0].token_ids for o in llm.generate(prompts, plain, progress=False)]
+        assert outputs != [o.outputs[0].token_ids for o in llm.generate(prompts, plain, use_tqdm=False)]
     clear = [
         (given, right) for given, right in zip(outputs, expected(model, prompts), strict=True) if right is not None
     ]
@@ -81,7 +81,7 @@ def test_preemption_steps_ahead_and_guesses_change_nothing(model: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("pdkv.offline.engine.build_engine", partial(build_engine, proposer=proposer))
             with LLM(model, logits_processors=NAMES, max_steps_ahead=ahead, **small, **OPTIONS) as llm:
-                outputs = llm.generate(prompts, params, progress=False)
+                outputs = llm.generate(prompts, params, use_tqdm=False)
                 assert llm._engine.core.scheduler.num_preemptions > 0
         return [output.outputs[0].token_ids for output in outputs]
 
@@ -102,9 +102,9 @@ def test_a_fault_ends_its_own_request(model: Path) -> None:
     faulty = {"faulty_processors:Faulty": {"how": "raise", "after": 3}}
     with LLM(model, logits_processors=NAMES, kv_cache_memory=4 << 20, **OPTIONS) as llm:
         with pytest.raises(LogitsProcessorFailed, match="faulty_processors:Faulty failed: RuntimeError: out of luck"):
-            llm.generate("hello", msgspec.structs.replace(PARAMS, logits_processors=faulty), progress=False)
+            llm.generate("hello", msgspec.structs.replace(PARAMS, logits_processors=faulty), use_tqdm=False)
         assert not llm._engine.core.requests
-        assert len(llm.generate("hello", PARAMS, progress=False)[0].outputs[0].token_ids) == 24
+        assert len(llm.generate("hello", PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == 24
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_a_request_may_not_ask_for_is_refused(arguments: Any, message: str,
         LLM(model, logits_processors=NAMES, kv_cache_memory=1 << 20, **OPTIONS) as llm,
         pytest.raises(InvalidRequest, match=message) as refused,
     ):
-        llm.generate("hello", msgspec.structs.replace(PARAMS, logits_processors=arguments), progress=False)
+        llm.generate("hello", msgspec.structs.replace(PARAMS, logits_processors=arguments), use_tqdm=False)
     assert refused.value.param == "logits_processors"
 
 

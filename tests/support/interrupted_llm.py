@@ -46,7 +46,7 @@ def interrupting(owner: Any, name: str, at_call: int) -> Callable[[], None]:
 
 
 def outputs(llm: LLM) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, progress=False)]
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
 def generate(llm: LLM) -> str:

@@ -43,6 +43,7 @@ def build_core(
     grammars: GrammarStore | None = None,
     processors: ProcessorSet = NO_PROCESSORS,
     preemption: Preemption = "swap",
+    prefix_caching: bool = True,
 ) -> EngineCore:
     """An engine around an executor whose KV pool has card.num_blocks blocks, enough for card.max_model_len tokens.
 
@@ -54,6 +55,7 @@ def build_core(
         processors: logits processors that requests may name.
         grammars: who gets those of requests ready; None: requests that have one are refused. Stays the caller's.
         preemption: what becomes of the KV of preempted requests.
+        prefix_caching: whether the pool's content can be found again.
     """
     layout = card.layout
     pool = BlockPool(card.num_blocks, block_table, keys_per_block=layout.block_size // card.hash_block_size)
@@ -64,6 +66,7 @@ def build_core(
         windows=layout.windows,
         max_step_tokens=limits.max_num_batched_tokens,
         hit_tokens=hit_tokens,
+        caches=prefix_caching,
     )
     assert kv.num_at_once(card.max_model_len) <= card.num_blocks, "a request of the longest length must fit alone"
     watch = StepWatch()

@@ -402,6 +402,7 @@ def _connect(
         grammars=grammars,
         processors=plan.processors,
         preemption=plan.config.preemption,
+        prefix_caching=plan.config.enable_prefix_caching,
         shutdown=shutdown,
     )
     weakref.finalize(core, grammars.close)  # its thread would keep its processes

@@ -49,7 +49,6 @@ _NO_COUNTERPART = "it has no counterpart here: leave it out"
 
 # fmt: off
 _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("enable_prefix_caching", _ON, "prefixes are always cached; a request with a cache_salt of its own shares nothing"),
     ("enable_chunked_prefill", _ON, "prompts are always computed in chunks of up to {max_num_batched_tokens} tokens"),
     ("enable_auto_tool_choice", _ON, "{tool_parser} none turns calls off"),
     ("async_scheduling", _ON, "{max_steps_ahead} 0 plans no step ahead"),

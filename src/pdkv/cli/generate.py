@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.offline.llm import LLM
 
     with LLM.from_config(config) as llm:
-        outputs = llm.generate(prompts, params, progress=arguments.progress and sys.stderr.isatty())
+        outputs = llm.generate(prompts, params, use_tqdm=arguments.progress and sys.stderr.isatty())
     for output in outputs:
         if arguments.json:
             print(json.dumps(output.to_dict(), ensure_ascii=False))

@@ -8,11 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pdkv.base.vllm_api import known_arguments
 from pdkv.config import DEFAULT_MODEL
-from pdkv.offline.chat_tools import ChatOptions, ToolChoice
-from pdkv.offline.engine import read_config
+from pdkv.errors import EngineUnavailable
+from pdkv.offline.arguments import EngineArgs
+from pdkv.offline.chat_tools import ChatOptions
+from pdkv.offline.engine import FORGET, read_config
 from pdkv.offline.engine_thread import EngineThread
 from pdkv.offline.generation import Generation
+from pdkv.offline.model_tokenizer import ModelTokenizer
 from pdkv.offline.outputs import RequestOutput
 from pdkv.offline.requests import Conversation, Prompt, RequestMaker, as_conversations
 from pdkv.offline.streams import Streams
@@ -38,11 +42,17 @@ class AsyncLLM:
         **fields: Any,
     ) -> None:
         """Load the model; blocks until it can serve. Arguments and errors are those of `LLM`."""
-        self.config, handoff, plan = read_config("AsyncLLM", model, connector, connector_config, fields)
-        self._requests = RequestMaker(self.config)
+        self.config, handoff, plan, seed = read_config("AsyncLLM", model, connector, connector_config, **fields)
+        self._requests = RequestMaker(self.config, seed)
         self._engine = EngineThread(self.config, handoff, plan)
         self._stop = weakref.finalize(self, self._engine.stop)
         self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **unused: Any) -> Self:
+        """With these arguments. Raises ConfigError."""
+        known_arguments("from_engine_args", unused)
+        return cls(**vars(engine_args))
 
     def shutdown(self) -> None:
         """Stop the engine: requests in flight end with RequestAborted. Blocks for the step that runs, and for saves.
@@ -73,12 +83,31 @@ class AsyncLLM:
         """As that of `LLM`."""
         self._engine.send(Peers(list(cards)))
 
+    async def get_tokenizer(self) -> ModelTokenizer:
+        """The model's, by the names that transformers has."""
+        return self._requests.get_tokenizer()
+
+    async def check_health(self) -> None:
+        """Raises EngineUnavailable where it takes no requests any more."""
+        if self._engine.ended is not None:
+            raise EngineUnavailable(self._engine.ended.reason)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the KV that no request uses, behind all requests so far."""
+        self._engine.send(FORGET)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` takes where it is given none: the model's, of its generation_config.json, else vLLM's."""
         return self._requests.default_params()
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **unused: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. The last output is the one that is `finished`.
 
@@ -86,47 +115,35 @@ class AsyncLLM:
         iterates, or to close the generator, ends the request and frees its KV blocks.
 
         Args:
-            prompt: a text or a list of token ids.
+            prompt: a text, a list of token ids, a TextPrompt or a TokensPrompt.
             sampling_params: None: `get_default_sampling_params`. `output_kind` says what an output has: all choices as
                 they stand (the default), what is new in those that have news, or all, once, at the end.
             request_id: a name for `abort` and logs, which no other live request has; None: one is drawn.
+            priority: a lower one goes first.
+            unused: what vLLM has beside these, with the value that changes nothing.
 
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.
             RequestFailed: this request failed; EngineDied: the engine did; RequestAborted: it was shut down.
             EngineUnavailable: it had failed, or was shut down, before.
         """
-        return self._stream(functools.partial(self._requests.make, prompt, sampling_params, request_id))
+        known_arguments("generate", unused)
+        make = functools.partial(self._requests.make, prompt, sampling_params, request_id, priority=priority)
+        return self._stream(make)
 
     def chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        tool_parser: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation; arguments as those of `LLM.chat`."""
-
-        options = ChatOptions(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            tool_parser=tool_parser,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        """Answer one conversation; arguments as those of `generate` and of `LLM.chat`."""
+        asked = ChatOptions.of(options)
 
         def make() -> Generation:
             [conversation] = as_conversations([messages])
-            return self._requests.make_chat(conversation, sampling_params, request_id, options=options)
+            return self._requests.make_chat(conversation, sampling_params, request_id, options=asked)
 
         return self._stream(make)
 
@@ -158,3 +175,7 @@ class AsyncLLM:
                     self._streams.pop(other, None)
             streams = self._streams[loop] = Streams(self._engine, loop)
         return streams
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's other name."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
+from pdkv.base.vllm_api import known_arguments
 from pdkv.errors import InvalidRequest
 from pdkv.parsers.answer import AnswerFormat, AnswerStream
 from pdkv.parsers.answer_grammar import Calls
@@ -19,15 +20,25 @@ ToolChoice = str | Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What `chat` takes beside messages and sampling parameters; `LLM.chat` says what each is."""
+    """What `chat` takes beside messages and sampling parameters."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
+    """Functions that the template describes to the model; its calls are part of the text, and where a parser knows how
+    the model writes them, `tool_calls` of the choices that have ended."""
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
-    tool_parser: str = "auto"
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    """As in OpenAI's API; "required" and a named tool are enforced, and so are `strict` tools."""
+    parallel_tool_calls: bool = True  # whether an answer may hold several calls
+    tool_parser: str = "auto"  # "auto" (the one that the chat template tells), "hermes", "llama3_json" or "mistral"
+    add_generation_prompt: bool = True  # whether a prompt ends with the beginning of an answer
+    continue_final_message: bool = False  # whether it ends within the last message; not with add_generation_prompt
+    chat_template: str | None = None  # another one than the model's
+    chat_template_kwargs: Mapping[str, Any] | None = None  # more of its variables, such as enable_thinking
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"  # neutral: a template gets what it takes
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Of a call's arguments. Raises InvalidRequest for one that is none of these."""
+        return cls(**known_arguments("chat", given, cls.__dataclass_fields__))
 
 
 def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
@@ -39,13 +50,20 @@ def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
     """
     for option in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
         as_type(getattr(options, option), bool, option)
+    as_type(options.chat_template, str | None, "chat_template")
+    if not isinstance(options.chat_template_kwargs, Mapping | None):
+        raise InvalidRequest(
+            f"chat_template_kwargs must be a mapping, got {options.chat_template_kwargs!r:.80}",
+            param="chat_template_kwargs",
+        )
+    as_type(options.chat_template_content_format, Literal["auto", "string", "openai"], "chat_template_content_format")
     choice = options.tool_choice
     if not options.tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest(f"tool_choice {choice!r:.80} needs tools", param="tool_choice")
         return None
     name = _named(choice)
-    parser = find_tool_parser(options.tool_parser, tokenizer.chat_template_source)
+    parser = find_tool_parser(options.tool_parser, options.chat_template or tokenizer.chat_template_source)
     tools = read_tools(options.tools)
     if choice == "none" or (parser is None and choice is None):
         return None

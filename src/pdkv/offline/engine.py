@@ -13,13 +13,15 @@ from typing import Any
 from pdkv.assemble.engine import build_engine
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.options import from_fields
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.registry import check_connector
+from pdkv.engine.outside.cache_orders import POOL
 from pdkv.engine.step_loop import make_step_loop
 from pdkv.errors import ConfigError, EngineUnavailable
 from pdkv.offline.interrupts import HeldInterrupts
 from pdkv.wire.messages import EngineToRouter, RouterToEngine
+from pdkv.wire.tiers import CacheOrder
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,9 @@ SAVE_TIMEOUT_S = 60.0
 """How long `settle` waits for saves: far more than a store's own deadlines, for a store that keeps none."""
 
 _ROUTER_ID = "local"
+
+FORGET = CacheOrder(order_id="reset_prefix_cache", action="clear", tier=POOL)
+"""Drop the cached blocks that no request uses."""
 
 
 class LocalEngine:
@@ -114,18 +119,25 @@ class LocalEngine:
 
 def read_config(
     owner: str,
-    model: str | Path,
-    connector: str | None,
-    connector_config: Mapping[str, str] | None,
-    fields: Mapping[str, Any],
-) -> tuple[EngineConfig, HandoffConfig | None, ConnectorPlan | None]:
-    """The arguments of `LLM` or `AsyncLLM`, as errors call their owner.
+    model: str | Path = DEFAULT_MODEL,
+    connector: str | None = None,
+    connector_config: Mapping[str, str] | None = None,
+    *,
+    seed: int | None = None,
+    tokenizer: str | Path | None = None,
+    **fields: Any,
+) -> tuple[EngineConfig, HandoffConfig | None, ConnectorPlan | None, int | None]:
+    """The arguments of `LLM` or `AsyncLLM`, as errors call their owner: what an LLMEngine is made from.
 
     Raises:
         ConfigError: a wrong field, or a connector that cannot serve one engine alone.
     """
-    config = from_fields(EngineConfig, {"model": Path(model), **fields}, owner=owner)
-    return config, *_plan_connector(connector, connector_config)
+    if seed is not None and type(seed) is not int:
+        raise ConfigError(f"{owner}: seed: a whole number was expected, got {seed!r}")
+    same_tokenizer = tokenizer is not None and Path(tokenizer) == Path(model)
+    given = {"model": Path(model), "tokenizer": None if same_tokenizer else tokenizer, **fields}
+    config = from_fields(EngineConfig, given, owner=owner)
+    return config, *_plan_connector(connector, connector_config), seed
 
 
 def _plan_connector(

@@ -14,6 +14,7 @@ from pdkv.errors import EngineDied, EngineUnavailable, RequestAborted, RequestFa
 from pdkv.offline.engine import SAVE_TIMEOUT_S, LocalEngine
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, Peers, Submit, Tokens
+from pdkv.wire.tiers import CacheOrder
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ class Ended(NamedTuple):
     reason: str
 
 
-_Order = tuple[Submit | Abort | Peers, Listener | None]
+_Message = Submit | Abort | Peers | CacheOrder
+_Order = tuple[_Message, Listener | None]
 
 
 class EngineThread:
@@ -70,7 +72,7 @@ class EngineThread:
         """The engine's."""
         return self._engine.core.card
 
-    def send(self, message: Submit | Abort | Peers, listener: Listener | None = None) -> None:
+    def send(self, message: _Message, listener: Listener | None = None) -> None:
         """Say something to the engine, behind what was said before. Never blocks.
 
         Args:

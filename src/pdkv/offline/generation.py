@@ -1,11 +1,13 @@
 """A prompt under way: its choices, what the engine's messages make of them, and what is shown of that."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 
+from pdkv.base.clock import MONOTONIC, unix_time
 from pdkv.errors import PdkvError
 from pdkv.offline.chat_tools import calls_in
-from pdkv.offline.outputs import CompletionOutput, RequestOutput
+from pdkv.offline.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.sampling.params import RequestOutputKind
 from pdkv.text import TextPiece, TextStream
@@ -21,17 +23,21 @@ class Choice:
     device does not wait for text that nobody reads yet.
     """
 
-    def __init__(self, submit: Submit, stream: TextStream, answer: AnswerFormat | None = None) -> None:
-        """`answer`: how calls are found in the text."""
+    def __init__(
+        self, submit: Submit, stream: TextStream, texts: Callable[[int], str | None], answer: AnswerFormat | None = None
+    ) -> None:
+        """`texts`: a token's own text; `answer`: how calls are found in the text."""
         self.submit = submit
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.logprobs: list[Logprobs] = []
+        self.cumulative_logprob = 0.0
+        self.prompt_logprobs: list[Logprobs | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.sources = SourceCounts()
         self.has_news = False  # for `take`
         self._stream = stream
+        self._texts = texts
         self._answer = answer
         self._text = ""  # of the first `_num_read` tokens
         self._num_read = 0
@@ -42,6 +48,8 @@ class Choice:
     @property
     def text(self) -> str:
         """So far; while the choice is in flight, without what may be half a character or a stop string."""
+        if not self.submit.params.detokenize:
+            return ""
         if self._num_read < len(self.token_ids):
             self._text += self._stream.push(self.token_ids[self._num_read :]).text
             self._num_read = len(self.token_ids)
@@ -60,16 +68,25 @@ class Choice:
             self._num_read += piece.num_tokens
         self.token_ids += token_ids
         if logprobs:
-            self.logprobs += logprobs[: len(token_ids)]
+            self.logprobs += map(self._describe, logprobs[: len(token_ids)])
+            self.cumulative_logprob += sum(entry.logprob for entry in logprobs[: len(token_ids)])
         if tokens.prompt_logprobs is not None:
-            self.prompt_logprobs = tokens.prompt_logprobs.decode()
+            self.prompt_logprobs = [
+                self._describe(entry) if entry else None for entry in tokens.prompt_logprobs.decode()
+            ]
         self.sources = tokens.sources or self.sources
+
+    def _describe(self, entry: TokenLogprob) -> Logprobs:
+        shown = {entry.token_id: Logprob(entry.logprob, entry.rank, self._texts(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(entry.top, 1):
+            shown.setdefault(token_id, Logprob(logprob, rank, self._texts(token_id)))
+        return shown
 
     def end(self, reason: str, stop_token_id: int | None = None) -> None:
         """No more tokens come. What was held back for a stop string comes out, and may complete one."""
         self.has_news = True
         self.finish_reason = reason
-        self.stop_reason = stop_token_id
+        self.stop_reason = stop_token_id if stop_token_id in self.submit.params.stop_token_ids else None
         if self._stream.has_stops:
             self._flush()
 
@@ -89,6 +106,7 @@ class Choice:
             index=self.submit.choice,
             text=text[first_char:],
             token_ids=self.token_ids[first_token:],
+            cumulative_logprob=self.cumulative_logprob if self.submit.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=self.logprobs[first_token:] if self.submit.params.logprobs is not None else None,
@@ -112,10 +130,12 @@ class Generation:
     output_kind: RequestOutputKind
     error: PdkvError | None = None  # why it is given up
     waiting: list[Choice] = field(init=False)
+    metrics: RequestMetrics = field(init=False)
     _shows_prompt: bool = True
 
     def __post_init__(self) -> None:
         self.waiting = self.choices[1:]
+        self.metrics = RequestMetrics(arrival_time=unix_time(), queued_ts=MONOTONIC.now())
 
     @property
     def finished(self) -> bool:
@@ -126,6 +146,13 @@ class Generation:
     def has_news(self) -> bool:
         """Whether `take`, after a message about it, gives what whoever asked wants to see."""
         return self.output_kind != RequestOutputKind.FINAL_ONLY or self.finished
+
+    def note_tokens(self, count: int) -> None:
+        """So many have come."""
+        metrics = self.metrics
+        metrics.last_token_ts = MONOTONIC.now()
+        metrics.first_token_ts = metrics.first_token_ts or metrics.last_token_ts
+        metrics.num_generation_tokens += count
 
     def abort(self) -> None:
         """End it as it stands."""
@@ -155,6 +182,7 @@ class Generation:
             num_cached_tokens=first.sources.local_hit + first.sources.remote + first.sources.store,
             outputs=outputs,
             finished=self.finished,
+            metrics=copy(self.metrics),
         )
 
 
@@ -170,6 +198,7 @@ class InFlight:
         self._choices: dict[str, tuple[Generation, Choice]] = {}
         self.num_ended = 0
         """Choices so far."""
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -193,6 +222,8 @@ class InFlight:
         match message:
             case Tokens():
                 choice.push(message)
+                generation.note_tokens(len(message.token_ids))
+                self.num_tokens += len(message.token_ids)
                 if choice.finish_reason is not None:
                     self._ended(choice)
                     self._send(Abort(message.request_id, message.attempt))
@@ -202,6 +233,8 @@ class InFlight:
                         self._submit(generation, sibling)
             case Finished():
                 choice.sources = message.sources
+                if choice is generation.choices[0]:
+                    generation.metrics.scheduled_ts = generation.metrics.queued_ts + message.queued_s
                 choice.end(message.reason, message.stop_token_id)
                 self._ended(choice)
             case Failed():

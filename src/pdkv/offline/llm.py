@@ -3,30 +3,31 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from tqdm import tqdm
 
-from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
-from pdkv.connectors.plan import ConnectorPlan
-from pdkv.errors import EngineUnavailable
-from pdkv.offline.chat_tools import ChatOptions, ToolChoice
-from pdkv.offline.engine import LocalEngine, read_config
-from pdkv.offline.generation import Generation, InFlight
+from pdkv.base.vllm_api import known_arguments
+from pdkv.config import DEFAULT_MODEL, EngineConfig
+from pdkv.errors import InvalidRequest
+from pdkv.offline.beams import BeamSearchOutput, BeamSearchParams, search
+from pdkv.offline.chat_tools import ChatOptions
+from pdkv.offline.engine import read_config
+from pdkv.offline.generation import Generation
+from pdkv.offline.llm_engine import LLMEngine
 from pdkv.offline.outputs import RequestOutput
-from pdkv.offline.requests import Conversation, Prompt, RequestMaker, as_conversations, as_params, as_prompts
-from pdkv.sampling.params import SamplingParams
-from pdkv.text import Tokenizer
+from pdkv.offline.requests import Conversation, Prompt, as_conversations, as_params, as_prompts
+from pdkv.sampling.params import SamplingParams, as_type
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import Peers
 
-T = TypeVar("T")
+Progress = bool | Callable[..., Any]
+"""Whether a bar is shown, or what makes one as `tqdm` does."""
 
 
-class LLM:
+class LLM(LLMEngine):
     """One engine in this process. Not thread-safe. A context manager; `close` gives its memory back."""
 
     def __init__(
@@ -43,40 +44,33 @@ class LLM:
             connector: a content-addressed one, such as "shared_storage". KV that this LLM computes is saved, and that
                 of a prompt's first tokens that another LLM or an engine has saved is loaded instead of computed.
             connector_config: the connector's options, such as {"path": "/tmp/kv"}.
-            fields: those of EngineConfig, such as dtype="float32" or max_num_seqs=64.
+            fields: those of EngineConfig, such as dtype="float32" or max_num_seqs=64; vLLM's other names
+                (docs/from-vllm.md); seed: of the seeds of requests that have none.
 
         Raises:
             ConfigError: a wrong field, model directory or connector option.
         """
-        self._start(*read_config("LLM", model, connector, connector_config, fields))
+        super().__init__(*read_config("LLM", model, connector, connector_config, **fields))
+        self._request_ids = itertools.count()
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """The same from a ready configuration, without a connector."""
         llm = cls.__new__(cls)
-        llm._start(config, None, None)
+        LLMEngine.__init__(llm, config)
+        llm._request_ids = itertools.count()
         return llm
 
-    def _start(self, config: EngineConfig, handoff: HandoffConfig | None, connector: ConnectorPlan | None) -> None:
-        self.config = config
-        self._request_ids = itertools.count()
-        self._requests = RequestMaker(config)
-        self._engine = LocalEngine(config, handoff, connector)
-
-    def close(self) -> None:
-        """Stop the engine. Idempotent."""
-        self._engine.close()
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """Itself: it may be driven by `add_request` and `step`, too."""
+        return self
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's."""
-        return self._requests.tokenizer
 
     @property
     def card(self) -> EngineCard:
@@ -94,17 +88,23 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = True,
+        use_tqdm: Progress = True,
+        priority: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **unused: Any,
     ) -> list[RequestOutput]:
         """Complete prompts; the result has their order.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
-            params: for all prompts, or one per prompt; None: `get_default_sampling_params`.
-            progress: whether a bar is shown on stderr.
+            prompts: a text, a list of token ids, a TextPrompt or TokensPrompt, or a list of such.
+            sampling_params: for all prompts, or one per prompt; None: `get_default_sampling_params`.
+            use_tqdm: whether a bar is shown on stderr, or what makes one.
+            priority: one per prompt, of which a lower one goes first.
+            prompt_token_ids: vLLM's older name of `prompts`.
+            unused: what vLLM has beside these, with the value that changes nothing.
 
         With a connector, all KV that was computed is saved when this returns, or its save has failed.
 
@@ -114,83 +114,77 @@ class LLM:
             EngineUnavailable: a step failed before, or the LLM was closed. The failed step raised its own error.
             KeyboardInterrupt: Ctrl-C, between two steps: all prompts are given up, and the LLM can be used again.
         """
-        return self._answer(self._requests.make, as_prompts(prompts), params, progress)
+        known_arguments("generate", unused)
+        given = as_prompts(_one_of(prompts, prompt_token_ids))
+        return self._answer(self._requests.make, given, sampling_params, use_tqdm, priority)
 
     def _answer(
         self,
-        make: Callable[[T, SamplingParams | None, str], Generation],
-        prompts: Sequence[T],
+        make: Callable[..., Generation],
+        prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
+        use_tqdm: Progress,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """What comes of prompts that `make` makes generations of."""
+        if not callable(use_tqdm):
+            as_type(use_tqdm, bool, "use_tqdm")
+        priorities = as_type(priority, list[int] | None, "priority") or [0] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts need as many priorities, got {priority}", param="priority")
         generations = [
-            make(prompt, p, str(next(self._request_ids)))
-            for prompt, p in zip(prompts, as_params(params, len(prompts)), strict=True)
+            make(prompt, p, str(next(self._request_ids)), priority=priority)
+            for prompt, p, priority in zip(prompts, as_params(params, len(prompts)), priorities, strict=True)
         ]
-        with self._engine.interrupts:
-            self._run(generations, progress)
-            self._engine.settle()
-        return [generation.output() for generation in generations]
-
-    def _run(self, generations: Sequence[Generation], progress: bool) -> None:
-        """Until all have ended. Raises what one of them failed by; nothing is left in the engine then."""
-        in_flight = InFlight(self._engine.send)
         total = sum(len(generation.choices) for generation in generations)
-        try:
-            with tqdm(total=total, desc="generate", unit="seq", disable=not progress) as bar:
-                for generation in generations:
-                    in_flight.start(generation)
-                while in_flight:
-                    before = in_flight.num_ended
-                    for message in self._engine.step():
-                        found = in_flight.receive(message)
-                        if found is not None and found.error is not None:
-                            raise found.error
-                    bar.update(in_flight.num_ended - before)
-        finally:
-            with suppress(EngineUnavailable):  # they ended with it
-                in_flight.give_up_all()
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=total, desc="generate", unit="seq", disable=not use_tqdm) as bar:
+            self._run(generations, bar)
+        return [generation.output() for generation in generations]
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        tool_parser: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        progress: bool = True,
+        use_tqdm: Progress = True,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations: `generate` of the prompts that the model's chat template makes of them.
 
         Args:
             messages: one conversation, a list of {"role": …, "content": text}, or a list of conversations.
-            params: as `generate` takes them.
-            tools: functions that the template describes to the model; its calls are part of the text, and where a
-                parser knows how the model writes them, `tool_calls` of the choices that have ended.
-            tool_choice: as in OpenAI's API; "required" and a named tool are enforced, and so are `strict` tools.
-            parallel_tool_calls: whether an answer may hold several calls.
-            tool_parser: "auto" (the one that the chat template tells), "hermes", "llama3_json" or "mistral".
-            add_generation_prompt: whether a prompt ends with the beginning of an answer.
-            continue_final_message: whether it ends within the last message; not with add_generation_prompt.
-            chat_template_kwargs: more of the template's variables, such as enable_thinking.
+            sampling_params: as `generate` takes them; so is use_tqdm.
+            options: the fields of ChatOptions, such as tools or chat_template; and what vLLM has beside these, with
+                the value that changes nothing.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages; and as `generate`.
         """
-        options = ChatOptions(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            tool_parser=tool_parser,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        make = functools.partial(self._requests.make_chat, options=options)
-        return self._answer(make, as_conversations(messages), params, progress)
+        make = functools.partial(self._requests.make_chat, options=ChatOptions.of(options))
+        return self._answer(make, as_conversations(messages), sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: Progress = False,
+        **unused: Any,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of prompts, by vLLM's beam search; the result has their order.
+
+        Raises:
+            InvalidRequest: a wrong parameter or prompt; and as `generate`.
+        """
+        known_arguments("beam_search", unused)
+        given = [self._requests.token_ids(prompt) for prompt in as_prompts(prompts)]
+        generate = functools.partial(self.generate, use_tqdm=use_tqdm)
+        return search(given, params, self._requests, generate)
+
+
+def _one_of(prompts: Any, prompt_token_ids: Any) -> Any:
+    """Raises InvalidRequest where both are given, or neither is."""
+    if (prompts is None) == (prompt_token_ids is None):
+        raise InvalidRequest("one of prompts and prompt_token_ids must be given", param="prompts")
+    return prompt_token_ids if prompts is None else prompts

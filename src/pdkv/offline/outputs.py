@@ -1,11 +1,22 @@
-"""What a prompt came to, or has come to so far."""
+"""What a prompt came to, or has come to so far; names and shapes are vLLM's."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from pdkv.parsers.parts import WholeCall
-from pdkv.wire.messages import TokenLogprob
+
+
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    """One token at one place."""
+
+    logprob: float
+    rank: int | None  # 1: the most likely
+    decoded_token: str | None  # its text by itself; None without `SamplingParams.detokenize`
+
+
+Logprobs = dict[int, Logprob]
+"""By token id: the token that is there, then the most likely ones that were asked for."""
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,10 +25,32 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
     token_ids: list[int]
+    cumulative_logprob: float | None  # of all tokens so far, where logprobs were asked for
+    logprobs: list[Logprobs] | None  # one per token where asked for
     finish_reason: str | None  # "stop", "length", "abort"; None: it goes on
-    stop_reason: str | int | None  # the stop string, or the stop token id, that ended it
-    logprobs: list[TokenLogprob] | None  # one per token where asked for
+    stop_reason: str | int | None  # the stop string or stop token id that ended it, if one of these did
     tool_calls: list[WholeCall] | None = None  # in the text of a `chat` with tools; None: it goes on, or none are read
+    lora_request: ClassVar[None] = None  # adapters are not served
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """When a prompt got on. Points in time are seconds of the monotonic clock, but for `arrival_time`."""
+
+    arrival_time: float  # Unix time
+    queued_ts: float
+    scheduled_ts: float | None = None  # its first step; None: not known yet, or a stop string ended the first choice
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+    num_generation_tokens: int = 0  # of all choices
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token; 0 before it."""
+        return (self.first_token_ts or self.queued_ts) - self.queued_ts
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,10 +59,13 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt: str | None  # None where token ids were given
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprob | None] | None
+    prompt_logprobs: list[Logprobs | None] | None  # the first is None
     num_cached_tokens: int  # prompt tokens whose KV the first choice found cached, here or through the connector
     outputs: list[CompletionOutput]
     finished: bool  # all choices have ended: this is the last output
+    metrics: RequestMetrics
+    lora_request: ClassVar[None] = None  # this and the next: adapters are not served, and connectors find KV by content
+    kv_transfer_params: ClassVar[None] = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON would have it."""

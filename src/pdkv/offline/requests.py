@@ -1,22 +1,25 @@
 """Prompts and sampling parameters, checked, tokenized and made what an engine takes."""
 
 import math
+import random
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from pdkv.base.limits import MAX_ID_CHARS, clip
 from pdkv.config import EngineConfig
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.prepare import with_grammar
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.models.config import load_model_config
+from pdkv.models.config import load_model_config, resolve_max_model_len
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.offline.chat_tools import ChatOptions, format_of, read_calls
 from pdkv.offline.generation import Choice, Generation
+from pdkv.offline.model_tokenizer import ModelTokenizer
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
 from pdkv.sampling.params import SamplingParams, as_type
 from pdkv.text import StopAutomaton, TextStream, Tokenizer, with_bad_word_ids
@@ -25,7 +28,19 @@ from pdkv.wire.messages import Submit
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's form of either: {"prompt": …} or {"prompt_token_ids": …, perhaps with "prompt"}."""
 
-_TextAndIds = tuple[str | None, list[int] | None]  # the ids are the text's where there are none
+
+TextPrompt = TokensPrompt = dict[str, Any]
+"""vLLM's names of such mappings."""
+
+
+class _Prompt(NamedTuple):
+    text: str | None
+    token_ids: list[int] | None  # None: the text's
+    cache_salt: str = ""  # cached KV is found by prompts that have the same one
+    priority: int = 0
+
+
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with a role and what it says."""
@@ -38,27 +53,48 @@ class RequestMaker:
         ModelError: the model directory has no tokenizer, or a broken file.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._eos_token_ids = load_model_config(config.model).eos_token_ids
+    def __init__(self, config: EngineConfig, seed: int | None = None) -> None:
+        """`seed`: of the seeds of requests that have none."""
+        model = load_model_config(config.model)
+        self._model, self.eos_token_ids = config.model, model.eos_token_ids
+        self.max_len = resolve_max_model_len(model, config.max_model_len)
+        self._draw = secrets.randbits if seed is None else random.Random(seed).getrandbits
         self._defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._defaults)
         self.tokenizer = Tokenizer.from_dir(config.model)
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's, by the names that transformers has."""
+        return ModelTokenizer(self.tokenizer, self._model, self.eos_token_ids)
 
     def default_params(self) -> SamplingParams:
         """The model's, of its generation_config.json, else vLLM's."""
         return SamplingParams(**self._defaults)
 
-    def make(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None) -> Generation:
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Of a prompt. Raises InvalidRequest."""
+        return self._encode(_read_prompt(prompt))
+
+    def _encode(self, prompt: _Prompt) -> list[int]:
+        if not (prompt.text if prompt.token_ids is None else prompt.token_ids):  # also for a tokenizer that adds a BOS
+            raise InvalidRequest("prompt must not be empty", param="prompts")
+        return self.tokenizer.encode(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
+
+    def make(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, *, priority: int = 0
+    ) -> Generation:
         """One prompt with all of its choices.
 
         Args:
             params: None: the default ones.
             request_id: the caller's own name for it; None: one is drawn.
+            priority: a lower one goes first.
 
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.
         """
-        return self._make(_read_prompt(prompt), params, request_id, None)
+        priority = as_type(priority, Int32, "priority")
+        return self._make(_read_prompt(prompt)._replace(priority=priority), params, request_id, None)
 
     def make_chat(
         self,
@@ -67,6 +103,7 @@ class RequestMaker:
         request_id: str | None = None,
         *,
         options: ChatOptions,
+        priority: int = 0,
     ) -> Generation:
         """The answer to a conversation, as the model's chat template puts it.
 
@@ -83,42 +120,48 @@ class RequestMaker:
         text = self.tokenizer.render_chat(
             messages,
             tools=options.tools,
+            chat_template=options.chat_template,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
             variables=options.chat_template_kwargs,
         )
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return self._make((None, token_ids), params, request_id, calls)
+        return self._make(_Prompt(text, token_ids, priority=priority), params, request_id, calls)
 
     def _make(
-        self, prompt: _TextAndIds, params: SamplingParams | None, request_id: str | None, calls: Calls | None
+        self, prompt: _Prompt, params: SamplingParams | None, request_id: str | None, calls: Calls | None
     ) -> Generation:
-        text, token_ids = prompt
-        if not (text if token_ids is None else token_ids):  # also for a tokenizer that adds a BOS
-            raise InvalidRequest("prompt must not be empty", param="prompts")
         if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
             expected = f"a text of 1 to {MAX_ID_CHARS} characters"
             raise InvalidRequest(f"request_id must be {expected}, got {request_id!r:.80}", param="request_id")
         params = self._complete(self.default_params() if params is None else params, calls)
-        token_ids = self.tokenizer.encode(text or "") if token_ids is None else token_ids
+        token_ids = self._encode(prompt)
+        if (count := params.truncate_prompt_tokens) is not None:  # the end is kept, as in vLLM
+            token_ids = token_ids[-(self.max_len - 1 if count == -1 else count) :]
         stops = StopAutomaton(params.stop) if params.stop else ()
-        stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         answer = None if calls is None else format_of(calls)
         markers = frozenset[str]() if answer is None else answer.markers
+        texts = self.tokenizer.token_text if params.detokenize else _no_text
         choices = []
-        for submit in _submits(token_ids, params, request_id or ""):
-            detokenizer = self.tokenizer.detokenizer(keep=markers)
-            stream = TextStream(detokenizer, stop=stops, min_tokens=params.min_tokens, stop_token_ids=stop_token_ids)
-            choices.append(Choice(submit, stream, answer))
-        return Generation(request_id or choices[0].submit.request_id, text, choices, params.output_kind)
+        for submit in _submits(prompt, token_ids, params, request_id or ""):
+            stream = TextStream(
+                self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, keep=markers),
+                stop=stops,
+                min_tokens=params.min_tokens,
+                stop_token_ids=stop_token_ids,
+                shows_stop=params.include_stop_str_in_output,
+            )
+            choices.append(Choice(submit, stream, texts, answer))
+        return Generation(request_id or choices[0].submit.request_id, prompt.text, choices, params.output_kind)
 
     def _complete(self, params: SamplingParams, calls: Calls | None) -> SamplingParams:
         """With all that an engine needs. Raises InvalidRequest."""
         if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params must be SamplingParams, got {clip(repr(params))}", param="params")
+            raise InvalidRequest(f"expected SamplingParams, got {clip(repr(params))}", param="sampling_params")
         params = params.checked()
         params = self._with_grammar(with_bad_word_ids(params, self.tokenizer), calls)
-        return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
+        return params if params.seed is not None else msgspec.structs.replace(params, seed=self._draw(63))
 
     def _with_grammar(self, params: SamplingParams, calls: Calls | None) -> SamplingParams:
         """With a grammar of the shape that is asked for, and of the calls."""
@@ -130,7 +173,11 @@ class RequestMaker:
         return msgspec.structs.replace(params, structured_outputs=None, grammar=grammar or params.grammar)
 
 
-def _submits(token_ids: list[int], params: SamplingParams, label: str) -> list[Submit]:
+def _no_text(token_id: int) -> None:
+    """Of a token that is not detokenized."""
+
+
+def _submits(prompt: _Prompt, token_ids: list[int], params: SamplingParams, label: str) -> list[Submit]:
     """One per choice; what is said of the prompt is asked of the first alone."""
     submits = []
     for index in range(params.n):
@@ -144,21 +191,27 @@ def _submits(token_ids: list[int], params: SamplingParams, label: str) -> list[S
             params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
             timeout_s=math.inf,
             label=label,
+            cache_salt=prompt.cache_salt,
+            priority=prompt.priority,
         )
         submits.append(submit)
     return submits
 
 
-def _read_prompt(prompt: Any) -> _TextAndIds:
-    """Its text, its token ids, or both. Raises InvalidRequest for what is neither, or says more."""
+def _read_prompt(prompt: Any) -> _Prompt:
+    """Raises InvalidRequest for what is neither text nor token ids, or says more."""
     given = {"prompt": prompt} if isinstance(prompt, str) else prompt
     given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else given
     rest = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
-    text, token_ids = rest.pop("prompt", None), rest.pop("prompt_token_ids", None)
+    text, token_ids, salt = (rest.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
     if rest or (text is None and token_ids is None):
         expected = "a text or a list of token ids, or a mapping of prompt or prompt_token_ids to such"
         raise InvalidRequest(f"a prompt is {expected}, got {clip(repr(prompt))}", param="prompts")
-    return as_type(text, str | None, "prompt"), as_type(token_ids, list[int] | None, "prompt_token_ids")
+    return _Prompt(
+        as_type(text, str | None, "prompt"),
+        as_type(token_ids, list[int] | None, "prompt_token_ids"),
+        as_type(salt, str | None, "cache_salt") or "",
+    )
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -174,7 +227,8 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if not isinstance(params, Sequence):
         return [params] * count
     if len(params) != count:
-        raise InvalidRequest(f"{count} prompts need 1 or {count} SamplingParams, got {len(params)}", param="params")
+        expected = f"{count} prompts need 1 or {count} SamplingParams, got {len(params)}"
+        raise InvalidRequest(expected, param="sampling_params")
     return list(params)
 
 

@@ -1,5 +1,6 @@
 """How tokens are drawn and when generation ends; shared by the router, the engines and the offline API."""
 
+import copy
 import enum
 import sys
 from collections.abc import Collection
@@ -10,6 +11,7 @@ from msgspec import Meta
 
 from pdkv.base.limits import MAX_LOGIT_BIAS, MAX_N, MAX_STOPS, check_bytes, check_processor_arguments, clip
 from pdkv.base.options import Option, options_of
+from pdkv.base.vllm_api import known_arguments
 from pdkv.errors import InvalidRequest
 from pdkv.sampling.shape import Grammar, StructuredOutputs
 
@@ -53,7 +55,14 @@ _Word = Annotated[str, Meta(pattern=r"\S")]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _ParamsType(type(msgspec.Struct)):  # type: ignore[misc]
+    """Of a struct that knows what to say of fields that it lacks."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        return super().__call__(*args, **known_arguments(cls.__name__, given, cls.__struct_fields__))
+
+
+class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """The sampling parameters of one request; field names are OpenAI's and vLLM's.
 
     A field's declaration is all that there is of a parameter: requests over HTTP, `pd generate`, a model's
@@ -99,7 +108,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     output_kind: Annotated[RequestOutputKind, _param(body="none")] = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`
     structured_outputs: Annotated[StructuredOutputs, _param(body="none")] | None = None  # what checks it makes of it:
     grammar: Annotated[Grammar, _param(body="none")] | None = None  # no token is drawn that it does not allow
+    skip_reading_prefix_cache: Annotated[bool, _param(body="none")] | None = None  # compute all of the prompt
+    # of `LLM` and `AsyncLLM`, like output_kind:
+    detokenize: Annotated[bool, _param(body="none")] = True  # False: there is no text
+    skip_special_tokens: Annotated[bool, _param(body="none")] = True
+    include_stop_str_in_output: Annotated[bool, _param(body="none")] = False  # the text ends with what ended it
+    truncate_prompt_tokens: Annotated[int, _param(body="none", ge=-1)] | None = None  # its last ones; -1: that fit
+    spaces_between_special_tokens: Annotated[bool, _param(body="none")] = True  # neutral: tokenizer.json decides
+    best_of: Annotated[int, _param(body="none")] | None = None  # n
+    guided_decoding: Annotated[StructuredOutputs, _param(body="none")] | None = None  # structured_outputs
+    extra_args: Annotated[dict[str, Any], _param(body="none")] | None = None  # empty
     # fmt: on
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> "SamplingParams":
+        """Of fields that may be None, which is the default; of max_tokens, no bound."""
+        return cls(**{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether each token of the prompt is computed, and nothing of it found cached: its logprobs need that."""
+        return self.prompt_logprobs is not None or bool(self.skip_reading_prefix_cache)
 
     @property
     def greedy(self) -> bool:
@@ -112,20 +145,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def checked(self) -> "SamplingParams":
-        """The same, with values of their fields' types; None is the default as in vLLM, and a text one stop string or
-        bad word. Raises InvalidRequest naming the first field of another type, or out of its range.
+        """The same, with values of their fields' types; None is the default as in vLLM, a text one stop string or bad
+        word, and a seed of -1 none. Raises InvalidRequest naming the first field of another type, or out of its range.
         """
         values: dict[str, Any] = {}
         for name, item in _PARAMS.items():
             value = getattr(self, name)
             if value is not item.default and value is not None:
                 one_text = isinstance(value, str) and name in ("stop", "bad_words")
+                value = 1 if value is True and item.base is int and "logprobs" in name else value
                 values[name] = _as_param((value,) if one_text else value, item)
             elif value is None and item.optional:
                 values[name] = None  # of max_tokens it is no bound
         params = SamplingParams(**values)
+        params._check_offline()
+        params.structured_outputs = params.structured_outputs or params.guided_decoding
+        params.seed = None if params.seed == -1 else params.seed
         params._check_together()
         return params
+
+    def _check_offline(self) -> None:
+        """Raise InvalidRequest for what only `LLM` and `AsyncLLM` know, and cannot do."""
+        for wrong, name, expected in (
+            (self.best_of not in (None, self.n), "best_of", f"n ({self.n}): all choices are returned"),
+            (self.truncate_prompt_tokens == 0, "truncate_prompt_tokens", "-1 (as many as fit) or at least 1"),
+            (self.extra_args, "extra_args", "empty: logits_processors={name: arguments} is what processors take"),
+            (not self.detokenize and self.stop, "detokenize", "true with stop strings, which are looked for in text"),
+            (self.structured_outputs and self.guided_decoding, "guided_decoding", "absent with structured_outputs"),
+        ):
+            if wrong:
+                raise InvalidRequest(f"{name} must be {expected}, got {getattr(self, name)!r:.80}", param=name)
 
     def validate(self) -> None:
         """Raise InvalidRequest naming the first field that is out of its range."""

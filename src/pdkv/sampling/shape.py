@@ -20,7 +20,7 @@ MAX_CHOICE_TEXTS = 4096
 """Texts that one `choice` may hold."""
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True):
     """The shape of an answer as a client asks for it; one of the fields is given. Names and meaning are vLLM's."""
 
     json: dict[str, Any] | str | bool | None = None  # a JSON schema
@@ -29,14 +29,24 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     choice: tuple[str, ...] | None = None  # one of these texts
     grammar: str | None = None  # EBNF
     structural_tag: dict[str, Any] | str | None = None  # free text with tagged parts that have a shape
+    backend: str | None = None  # this and the next are of vLLM's choice of libraries: there is one here
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False  # this and all that follow: no other value
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
 
     @property
     def asked_as(self) -> str:
         """Which field is given.
 
         Raises:
-            InvalidRequest: none is, or more than one.
+            InvalidRequest: none is, or more than one, or an option that no grammar here has.
         """
+        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+            if getattr(self, name):
+                raise InvalidRequest(
+                    f"structured_outputs.{name} is not supported: say it in the schema, or leave it out"
+                )
         given = [name for name in ASKED_AS if getattr(self, name) not in (None, False) or name == self._false_schema]
         if len(given) != 1:
             got = " and ".join(given) or "none"
@@ -46,6 +56,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     @property
     def _false_schema(self) -> str:
         return "json" if self.json is False else ""
+
+
+StructuredOutputsParams = StructuredOutputs
+GuidedDecodingParams = StructuredOutputs
+"""vLLM's names, the second one until its 0.11."""
 
 
 class Grammar(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """Text and token count of one choice. A stop token belongs to the output's tokens, not to its text."""
+    """Text and token count of one choice. A stop token is one of its tokens, and by default no part of its text."""
 
     def __init__(
         self,
@@ -25,16 +25,19 @@ class TextStream:
         stop: StopAutomaton | Sequence[str] = (),
         min_tokens: int = 0,
         stop_token_ids: Collection[int] = (),
+        shows_stop: bool = False,
     ) -> None:
         """Args:
         stop: stop strings, or the automaton that the choices of a request share.
         min_tokens: tokens before which no stop string ends the text.
         stop_token_ids: whatever token ends this choice, its end of sequence too unless that is ignored.
+        shows_stop: whether what ends the text, a stop string or such a token, is its last part.
         """
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop) if isinstance(stop, StopAutomaton) or stop else None
         self._min_tokens = min_tokens
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop_token_ids = frozenset() if shows_stop else frozenset(stop_token_ids)
+        self._shows_stop = shows_stop
         self.num_tokens = 0
         self.num_characters = 0
         """Decoded so far, what is held back for a stop string included."""
@@ -58,7 +61,7 @@ class TextStream:
             if text:
                 text, stop = self._stops.push(text, accept=self.num_tokens >= self._min_tokens)
                 if stop is not None:
-                    return TextPiece("".join([*pieces, text]), count, stop)
+                    return TextPiece("".join([*pieces, text, self._shown(stop)]), count, stop)
             pieces.append(text)
         return TextPiece("".join(pieces), len(token_ids), None)
 
@@ -80,4 +83,7 @@ class TextStream:
         if self._stops is None:
             return TextPiece(text, 0, None)
         shown, stop = self._stops.push(text, accept=self.num_tokens >= self._min_tokens)
-        return TextPiece(shown if stop is not None else shown + self._stops.flush(), 0, stop)
+        return TextPiece(shown + (self._stops.flush() if stop is None else self._shown(stop)), 0, stop)
+
+    def _shown(self, stop: str) -> str:
+        return stop if self._shows_stop else ""

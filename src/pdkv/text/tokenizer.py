@@ -44,6 +44,7 @@ class Tokenizer:
         self._tool_template = self.chat_template
         if tool_template:
             self._tool_template = ChatTemplate(tool_template, self.special_tokens, for_tools=True)
+        self._last_template: tuple[str, bool, ChatTemplate] | None = None  # that a conversation brought
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """They are left out of decoded text by default."""
@@ -119,20 +120,40 @@ class Tokenizer:
         return str(text)
 
     def render_chat(
-        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: Any = None,
+        **options: Any,
     ) -> str:
         """The prompt of a conversation, special tokens included; `options` are more of `ChatTemplate.render`.
 
         As in transformers and vLLM, conversations with tools have the template "tool_use", where there is one.
 
+        Args:
+            chat_template: the text of another one than the model's.
+
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses the messages.
+            InvalidRequest: the model has no chat template, or it refuses the messages; `chat_template` is broken.
         """
-        template = self._tool_template if tools else self.chat_template
-        if template is None:
+        if chat_template is not None:
+            return self._other_template(chat_template, bool(tools)).render(messages, tools=tools, **options)
+        chosen = self._tool_template if tools else self.chat_template
+        if chosen is None:
             kind = "chat template" if self._tool_template is None else "chat template without tools"
             raise InvalidRequest(f"the model has no {kind}: use /v1/completions", param="messages")
-        return template.render(messages, tools=tools, **options)
+        return chosen.render(messages, tools=tools, **options)
+
+    def _other_template(self, source: str, for_tools: bool) -> ChatTemplate:
+        last = self._last_template
+        if last is None or last[:2] != (source, for_tools):
+            try:
+                last = source, for_tools, ChatTemplate(source, self.special_tokens, for_tools=for_tools)
+            except ModelError as error:
+                raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
+            self._last_template = last
+        return last[2]
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for an id that it lacks."""
@@ -169,6 +190,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 of one token by itself, special tokens in full; part of a character for some."""
         return self._token_bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text; part of a character is U+FFFD."""
+        return self._token_bytes[token_id].decode("utf-8", "replace")
 
     def _is_byte(self, token_id: int) -> bool:
         return "ByteFallback" in self._decoders and bool(

@@ -47,7 +47,7 @@ def make_llm(server: StoreServer, **options: str) -> LLM:
 
 def answers_of(llm: LLM, **fields: Any) -> tuple[list[str], list[int]]:
     """Texts, and how many tokens of each prompt were not computed."""
-    outputs = llm.generate([question.prompt for question in QUESTIONS], PARAMS, progress=False, **fields)
+    outputs = llm.generate([question.prompt for question in QUESTIONS], PARAMS, use_tqdm=False, **fields)
     return [output.outputs[0].text for output in outputs], [output.num_cached_tokens for output in outputs]
 
 

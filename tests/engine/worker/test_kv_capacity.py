@@ -137,7 +137,7 @@ def test_offline_the_length_is_what_was_asked_for(model: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     with LLM(model, kv_cache_memory=1 << 20, max_model_len=200, threads=1, device="cpu") as llm:
         assert llm._engine.core.card.max_model_len == 200
-        (output,) = llm.generate([[5, 6, 7]], params, progress=False)
+        (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 197
         with pytest.raises(InvalidRequest, match="at most 199 leave room"):
-            llm.generate([[5] * 200], params, progress=False)
+            llm.generate([[5] * 200], params, use_tqdm=False)

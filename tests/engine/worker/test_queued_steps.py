@@ -85,7 +85,7 @@ def recording(model: Path) -> Recording:
             "kv_cache_memory": _pool_bytes(model),
         }
         with LLM(model, **options, **sizes, max_num_batched_tokens=48) as llm:
-            llm.generate(prompts, params, progress=False)
+            llm.generate(prompts, params, use_tqdm=False)
             return Recording(steps, masks, llm._engine.core.scheduler.num_preemptions)
 
 

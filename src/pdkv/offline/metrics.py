@@ -1,0 +1,55 @@
+"""What an engine has done since its start, by vLLM's names: `LLM.get_metrics`."""
+
+import msgspec
+
+from pdkv.wire.reports import LoadReport
+
+
+class Metric(msgspec.Struct, kw_only=True):
+    """One figure, or several of one name."""
+
+    name: str
+    labels: dict[str, str] = {}
+
+
+class Counter(Metric, kw_only=True):
+    """A number that only rises."""
+
+    value: int
+
+
+class Gauge(Metric, kw_only=True):
+    """A number as it is now."""
+
+    value: float
+
+
+class Histogram(Metric):
+    """None is given: latencies are in each RequestOutput."""
+
+
+class Vector(Metric):
+    """None is given: what vLLM has of speculative decoding."""
+
+
+def read_metrics(load: LoadReport, num_tokens: int, num_ended: int) -> list[Metric]:
+    """Of what the engine says of itself, and of the tokens and choices that have come from it."""
+    sources, blocks = load.sources, load.blocks
+    queried = sources.computed + sources.local_hit + sources.remote + sources.store
+    gauges = {
+        "num_requests_running": load.running,
+        "num_requests_waiting": load.waiting,
+        "kv_cache_usage_perc": 1.0 - (blocks.free + blocks.cached) / blocks.total,
+    }
+    counters = {
+        "prompt_tokens": queried,
+        "generation_tokens": num_tokens,
+        "request_success": num_ended,
+        "prefix_cache_queries": queried,
+        "prefix_cache_hits": sources.local_hit,
+        "num_preemptions": load.preemptions,
+    }
+    return [
+        *(Gauge(name=f"vllm:{name}", value=value) for name, value in gauges.items()),
+        *(Counter(name=f"vllm:{name}", value=value) for name, value in counters.items()),
+    ]
