@@ -18,10 +18,10 @@ import zmq
 from starlette.types import ASGIApp
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.config import HttpLimits, RouterConfig
+from pdkv.config import HttpLimits, ModelFiles, RouterConfig
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
-from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
+from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.engines.address import EngineAddress
@@ -41,7 +41,7 @@ from pdkv.router.http.server.tls import TlsGate
 from pdkv.router.http.server.turnstile import Turnstile
 from pdkv.router.metrics.instruments import Instruments, make_instruments
 from pdkv.router.routing.policies import DEFAULT_POLICY
-from pdkv.text import Tokenizer
+from pdkv.text import load_tokenizer
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.kv import Order
 
@@ -72,13 +72,12 @@ def run_router(
     router_id: str,
     listen_fd: int,
     engines: Sequence[EngineAddress],
-    model: Path,
+    model: ModelFiles,
     served_model_name: str,
     policy: str = DEFAULT_POLICY,
     orders: Sequence[Order] = ORDERS,
     await_all: bool = True,
     config: RouterConfig | None = None,
-    generation_config: Source = "auto",
     logits_processors: Sequence[str] = (),
     identity: str = "",
     lifeline_fd: int | None = None,
@@ -124,9 +123,9 @@ def run_router(
 
     for engine in engines:
         dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
-    model_config = load_model_config(model)
-    sampling_defaults = read_sampling_defaults(model, generation_config)
-    log_sampling_defaults(model, sampling_defaults)
+    model_config = load_model_config(model.model)
+    sampling_defaults = read_sampling_defaults(model.model, model.generation_config)
+    log_sampling_defaults(model.model, sampling_defaults)
     limits = config.http
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(engines))
     bodies = body_budget(limits)
@@ -139,7 +138,7 @@ def run_router(
     instruments = make_instruments(config.observability)
     app = create_app(
         dispatcher,
-        Tokenizer.from_dir(model),
+        load_tokenizer(model),
         model_config,
         served_model_name,
         limits=limits,

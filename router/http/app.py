@@ -109,6 +109,7 @@ def create_app(
         tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source),
         reasoning_parser=find_reasoning_parser(api.reasoning_parser),
         logits_processors=tuple(logits_processors),
+        takes_templates=api.trust_request_chat_template,
     )
     model = _model_provider(dispatcher, served)
     caches = CachePages(dispatcher, model, keys)

@@ -23,6 +23,7 @@ TIMEOUT_S = 60.0
 PROGRAM = """
 import os, resource, sys
 from pathlib import Path
+from pdkv.config import ModelFiles
 from pdkv.router.engines.address import EngineAddress
 from pdkv.router.process import run_router
 
@@ -33,7 +34,7 @@ code = run_router(
     router_id="r",
     listen_fd=int(listen_fd),
     engines=[EngineAddress(n, n.partition("-")[0], f"ipc://{run_dir}/{n}") for n in ("prefill-0", "decode-0")],
-    model=Path(model),
+    model=ModelFiles(model=Path(model)),
     served_model_name="small",
     lifeline_fd=int(lifeline_fd),
     admin_socket=Path(run_dir, "admin.sock"),

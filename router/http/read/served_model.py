@@ -29,6 +29,7 @@ class ServedModel:
     tool_parser: type[ToolParser] | None = None
     reasoning_parser: type[ReasoningParser] | None = None
     logits_processors: tuple[str, ...] = ()  # names that requests may say
+    takes_templates: bool = False  # requests may bring chat templates
 
     @property
     def max_prompt_chars(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from pdkv.base.secret_options import read_option
 from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, capitalized, collect, flags_of, warn_of_secrets
 from pdkv.config import (
+    MODEL_FILES,
     AccessConfig,
     AdmissionConfig,
     EngineConfig,
@@ -33,7 +34,7 @@ from pdkv.router.routing.policies import POLICIES
 ROLES = ("prefill", "decode")
 
 _GROUPS = {
-    "engines": "All but --model and --generation-config can be set for one role: --prefill-tp 2, --decode-threads 4."
+    "engines": "All that is not about the model's files can be set for one role: --prefill-tp 2, --decode-threads 4."
 }
 _EXAMPLES = """\
 examples:
@@ -67,7 +68,7 @@ def flag_groups() -> dict[str, list[Flag]]:
         "observability": flags_of(ObservabilityConfig),
     }
     for role in ROLES:
-        groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=("model", "generation_config"))
+        groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=MODEL_FILES)
     return groups
 
 

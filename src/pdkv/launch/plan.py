@@ -52,11 +52,10 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
             *(plan_address(spec, run_dir) for spec in engines),
             *(EngineAddress(name, "any", endpoint) for name, endpoint in launch.remote_engines.items()),
         ],
-        model=model,
+        model=deployment.prefill.files,
         served_model_name=launch.served_model_name
         or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
         policy=launch.policy,
-        generation_config=deployment.prefill.generation_config,
         logits_processors=list(deployment.decode.processor_names),
         run_dir=run_dir.path,
         orders=launch.orders,

@@ -39,7 +39,6 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             orders=spec.orders or ORDERS,
             await_all=spec.await_all,
             config=spec.config,
-            generation_config=spec.generation_config,
             logits_processors=spec.logits_processors,
             identity=spec.identity,
             lifeline_fd=lifeline_fd,

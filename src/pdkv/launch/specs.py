@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
+from pdkv.config import EngineConfig, HandoffConfig, ModelFiles, RouterConfig
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.wire.decoding import decode_total
@@ -46,7 +46,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     router_id: str
     engines: list[EngineAddress]
-    model: Path
+    model: ModelFiles
     served_model_name: str
     policy: str
     run_dir: Path | None = None  # as in EngineSpec
@@ -55,7 +55,6 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
     config: RouterConfig = RouterConfig()
-    generation_config: Literal["auto", "none"] = "auto"
     logits_processors: list[str] = []  # names of those that engines have
     drain_s: float = 0.0  # how long requests may go on after SIGTERM
     cluster_key_file: Path | None = None  # of engines at tcp:// endpoints

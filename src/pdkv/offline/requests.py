@@ -19,7 +19,7 @@ from pdkv.offline.chat_tools import ChatOptions, format_of, read_calls
 from pdkv.offline.generation import Choice, Generation
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
 from pdkv.sampling.params import SamplingParams, as_type
-from pdkv.text import StopAutomaton, TextStream, Tokenizer, with_bad_word_ids
+from pdkv.text import StopAutomaton, TextStream, load_tokenizer, with_bad_word_ids
 from pdkv.wire.messages import Submit
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -42,7 +42,7 @@ class RequestMaker:
         self._eos_token_ids = load_model_config(config.model).eos_token_ids
         self._defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._defaults)
-        self.tokenizer = Tokenizer.from_dir(config.model)
+        self.tokenizer = load_tokenizer(config)
 
     def default_params(self) -> SamplingParams:
         """The model's, of its generation_config.json, else vLLM's."""

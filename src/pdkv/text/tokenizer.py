@@ -2,22 +2,30 @@
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import tokenizers
 
-from pdkv.config import DEFAULT_MODEL, is_paced
+from pdkv.config import DEFAULT_MODEL, ModelFiles, is_paced
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.models.special_tokens import read_special_tokens, read_tokenizer_config
+from pdkv.text.bounded_template import BoundedTemplate
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from pdkv.text.turns import Messages
+from pdkv.text.turns import ContentFormat, Messages
+
+logger = logging.getLogger(__name__)
 
 _SHORT = 1024
 """So many tokens are decoded within a hundred microseconds."""
+
+_KEPT_TEMPLATES = 8
+"""Compiled ones, the model's among them."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -32,18 +40,22 @@ class Tokenizer:
         special_tokens: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         tool_template: str | None = None,
+        content_format: ContentFormat = "auto",
     ) -> None:
         """`special_tokens`: the names and texts that a chat template may use, such as bos_token; `tool_template`:
-        that of conversations with tools, None: the same. Raises ModelError: a template is broken.
+        that of conversations with tools, None: the same; `content_format`: as of ChatTemplate. Raises ModelError: a
+        template is broken.
         """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self.chat_template = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
+        self._content_format = content_format
+        self._compile = functools.lru_cache(_KEPT_TEMPLATES)(self._compile_template)
+        self.chat_template = self._compile(chat_template, False, content_format) if chat_template else None
         self._tool_template = self.chat_template
         if tool_template:
-            self._tool_template = ChatTemplate(tool_template, self.special_tokens, for_tools=True)
+            self._tool_template = self._compile(tool_template, True, content_format)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """They are left out of decoded text by default."""
@@ -54,8 +66,14 @@ class Tokenizer:
         self._bytes_with: dict[frozenset[str], _TokenBytes] = {}  # with some of the special tokens
 
     @classmethod
-    def from_dir(cls, path: Path) -> "Tokenizer":
+    def from_dir(
+        cls, path: Path, *, chat_template: Path | None = None, content_format: ContentFormat = "auto"
+    ) -> "Tokenizer":
         """Load tokenizer.json and what stands beside it: tokenizer_config.json, special_tokens_map.json, templates.
+
+        Args:
+            chat_template: a file in the place of the model's templates.
+            content_format: as of ChatTemplate.
 
         Raises:
             ModelError: a file is missing or broken.
@@ -70,8 +88,14 @@ class Tokenizer:
             raise ModelError(f"{file}: broken: {error}") from error
         config, special_tokens = read_tokenizer_config(path), read_special_tokens(path)
         _mark_special(backend, config, special_tokens)
-        chat, tool = map(_chat_templates(path, config).get, ("default", "tool_use"))
-        return cls(backend, special_tokens=special_tokens, chat_template=chat, tool_template=tool)
+        templates = _chat_templates(path, config) if chat_template is None else {"default": _read_text(chat_template)}
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
+            content_format=content_format,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -119,20 +143,60 @@ class Tokenizer:
         return str(text)
 
     def render_chat(
-        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        content_format: ContentFormat | None = None,
+        bounded: bool = False,
+        **options: Any,
     ) -> str:
-        """The prompt of a conversation, special tokens included; `options` are more of `ChatTemplate.render`.
+        """The prompt of a conversation, special tokens included. Router and `LLM` have theirs from here.
 
         As in transformers and vLLM, conversations with tools have the template "tool_use", where there is one.
 
+        Args:
+            tools: functions that the template may describe.
+            chat_template: one in the place of the model's.
+            content_format: another one than that of the model's template.
+            bounded: `chat_template` is a stranger's: it is rendered within bounds of time and memory.
+            options: more of `ChatTemplate.render`.
+
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses the messages.
+            InvalidRequest: there is no chat template, it is broken, or it refuses the messages.
         """
         template = self._tool_template if tools else self.chat_template
-        if template is None:
+        if chat_template is None and template is None:
             kind = "chat template" if self._tool_template is None else "chat template without tools"
-            raise InvalidRequest(f"the model has no {kind}: use /v1/completions", param="messages")
+            raise InvalidRequest(f"the model has no {kind}: use completions, or --chat-template FILE", param="messages")
+        form, source = content_format or self._content_format, chat_template
+        if source is None and form != self._content_format:
+            assert template is not None
+            source = template.source
+        try:
+            if source is not None and bounded:
+                with BoundedTemplate(source) as process:
+                    given = ChatTemplate(
+                        source, self.special_tokens, for_tools=bool(tools), content_format=form, render=process.render
+                    )
+                    return given.render(messages, tools=tools, **options)
+            template = template if source is None else self._compile(source, bool(tools), form)
+        except (ModelError, jinja2.TemplateError) as error:
+            raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
+        assert template is not None
         return template.render(messages, tools=tools, **options)
+
+    def _compile_template(self, source: str, for_tools: bool, content_format: ContentFormat) -> ChatTemplate:
+        return ChatTemplate(source, self.special_tokens, for_tools=for_tools, content_format=content_format)
+
+    @property
+    def template_forms(self) -> str:
+        """How the model's templates take turns, for people; empty where there is none."""
+        named = {"default": self.chat_template, "tool_use": self._tool_template}
+        if self._tool_template is self.chat_template:
+            del named["tool_use"]
+        return "; ".join(f"{name}: {template.forms}" for name, template in named.items() if template is not None)
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for an id that it lacks."""
@@ -191,6 +255,16 @@ class Tokenizer:
         # Twice, less once: what it says behind another token, where no leading space is stripped.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer that options ask for; says once how its chat templates take turns. Raises ModelError."""
+    tokenizer = Tokenizer.from_dir(
+        files.model, chat_template=files.chat_template, content_format=files.chat_template_content_format
+    )
+    if forms := tokenizer.template_forms:
+        logger.info("chat template of turns: %s", forms)
+    return tokenizer
 
 
 class _TokenBytes(dict[int, bytes]):
