@@ -122,8 +122,8 @@ def _form_of(render: Callable[[Any], str | None], refused: TurnForm, fixed: Turn
     """Of the role whose content `render` is given; `refused` if it takes none; None: what it says does not arrive."""
     text, part = render(_FIRST), render([_part(_FIRST)])
     if fixed is not None:
-        prompt = text if fixed.text else part
-        return fixed if prompt is None or _FIRST in prompt else None
+        prompt, other = (text, part) if fixed.text else (part, text)
+        return fixed if _FIRST in (prompt or "") or prompt is other is None else None
     several = render([_part(_FIRST), _part(_SECOND)]) or ""
     if text is None and part is None:
         return refused
