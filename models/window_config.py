@@ -6,6 +6,7 @@ from pdkv.base.limits import clip
 from pdkv.errors import ModelError
 from pdkv.models.json_fields import Fields
 
+_UNIFORM = ("MistralForCausalLM", "Phi3ForCausalLM")
 _QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
 _SHOWN_CHARS = 80
@@ -23,7 +24,13 @@ def read_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[in
     window = _window(fields, architecture)
     types = fields.values.get("layer_types")
     if types:
-        return _by_type(fields, types, window, num_layers)
+        windows = _by_type(fields, types, window, num_layers)
+        if architecture in _UNIFORM and set(windows) != {window}:
+            raise ModelError(
+                f"{fields.path}: field 'layer_types' differs from sliding_window {window}, which {architecture} has in "
+                "every layer: transformers leaves layer_types out"
+            )
+        return windows
     first = 0
     if architecture in _QWEN and window is not None:
         value = fields.number("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)

@@ -123,7 +123,7 @@ def run_router(
 
     for engine in engines:
         dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
-    model_config = load_model_config(model.model)
+    model_config = load_model_config(model.model, ignored_fields=model.ignored_fields)
     sampling_defaults = read_sampling_defaults(model.model, model.generation_config)
     log_sampling_defaults(model.model, sampling_defaults)
     limits = config.http

@@ -31,7 +31,7 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
         StartupError: a child did not become ready.
     """
     ClusterKey.read(hosted.cluster_key_file)
-    load_model_config(config.model, config.max_model_len)
+    load_model_config(config.model, config.max_model_len, config.ignored_fields)
     check_memory([(config, 1)], tiers)
 
     async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:

@@ -112,8 +112,8 @@ def check_models(deployment: Deployment) -> None:
     """
     prefill, decode = deployment.prefill, deployment.decode
     read_sampling_defaults(prefill.model, prefill.generation_config)
-    rope = load_model_config(decode.model, decode.max_model_len).rope_scaling
-    other = load_model_config(prefill.model, prefill.max_model_len).rope_scaling
+    rope = load_model_config(decode.model, decode.max_model_len, decode.ignored_fields).rope_scaling
+    other = load_model_config(prefill.model, prefill.max_model_len, prefill.ignored_fields).rope_scaling
     if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
         raise ConfigError(
             f"{decode.model}: the RoPE frequencies of this model ({rope.kind} scaling) depend on --max-model-len, and "

@@ -39,7 +39,7 @@ class RequestMaker:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._eos_token_ids = load_model_config(config.model).eos_token_ids
+        self._eos_token_ids = load_model_config(config.model, ignored_fields=config.ignored_fields).eos_token_ids
         self._defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._defaults)
         self.tokenizer = load_tokenizer(config)

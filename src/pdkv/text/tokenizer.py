@@ -4,16 +4,18 @@ import functools
 import json
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from pdkv.config import DEFAULT_MODEL, ModelFiles, is_paced
 from pdkv.errors import InvalidRequest, ModelError
-from pdkv.models.special_tokens import read_special_tokens, read_tokenizer_config
+from pdkv.models.directory import ModelDirectory, read_text
 from pdkv.text.bounded_template import BoundedTemplate
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -78,17 +80,23 @@ class Tokenizer:
         Raises:
             ModelError: a file is missing or broken.
         """
-        path = DEFAULT_MODEL if is_paced(path) else path
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(f"{path}: tokenizer.json is missing")
+        directory = ModelDirectory(DEFAULT_MODEL if is_paced(path) else path)
+        file = directory.path / "tokenizer.json"
+        if not file.exists():
+            raise ModelError(
+                f"{path}: tokenizer.json is missing; transformers writes one: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_str(read_text(file))
+        except ModelError:
+            raise
         except Exception as error:  # the wheel raises nothing more exact
             raise ModelError(f"{file}: broken: {error}") from error
-        config, special_tokens = read_tokenizer_config(path), read_special_tokens(path)
-        _mark_special(backend, config, special_tokens)
-        templates = _chat_templates(path, config) if chat_template is None else {"default": _read_text(chat_template)}
+        backend = _as_transformers(backend, directory)
+        given = {} if chat_template is None else {"default": read_text(chat_template)}
+        templates = given or directory.chat_templates()
+        special_tokens = directory.special_tokens
         return cls(
             backend,
             special_tokens=special_tokens,
@@ -290,6 +298,77 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _as_transformers(backend: tokenizers.Tokenizer, directory: ModelDirectory) -> tokenizers.Tokenizer:
+    """The tokenizer that transformers makes of a tokenizer.json and the files beside it; warns of what it changes."""
+    name, config = directory.tokenizer_class, directory.tokenizer_config
+    before = backend
+    if name is not None:
+        backend = _rebuilt(backend, name, config)
+        parts = [part for part in _PARTS if _state(getattr(before, part)) != _state(getattr(backend, part))]
+        if parts:
+            logger.warning(
+                "%s: as in transformers, %s of tokenizer.json gives way to that of %s",
+                directory.path, " and ".join(parts), name,
+            )  # fmt: skip
+    size = directory.config.values.get("vocab_size") if (directory.path / "config.json").exists() else None
+    missing = directory.missing_tokens(size if isinstance(size, int) else sys.maxsize)
+    if missing:
+        logger.warning(
+            "%s: %s of tokenizer_config.json is no token of tokenizer.json, and the model has no room for it: it is "
+            "read as plain text", directory.path, ", ".join(sorted(missing)),
+        )  # fmt: skip
+    tokens = [token for token in directory.added_tokens if token.content not in missing]
+    for token in tokens:
+        flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "special")}
+        flags |= {} if token.normalized is None else {"normalized": token.normalized}
+        backend.add_tokens([tokenizers.AddedToken(token.content, **flags)])
+    backend.encode_special_tokens = config.get("split_special_tokens") is True
+    return backend
+
+
+_PARTS = ("normalizer", "pre_tokenizer", "decoder", "model")
+
+
+def _state(part: Any) -> Any:
+    """What a part of a tokenizer is; of a model, without its vocabulary."""
+    if part is None:
+        return None
+    if isinstance(part, tokenizers.models.Model):
+        return [
+            getattr(part, name, None) or None for name in ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+        ]
+    return json.loads(part.__getstate__())
+
+
+def _rebuilt(written: tokenizers.Tokenizer, name: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """What a class of transformers makes of a tokenizer.json: its vocabulary, with the class's own steps around it."""
+    model, spaced = written.model, config.get("add_prefix_space")
+    model.unk_token, model.dropout, model.ignore_merges = None, None, False
+    model.continuing_subword_prefix, model.end_of_word_suffix = ("", "") if name != "LlamaTokenizer" else (None, None)
+    model.fuse_unk = model.byte_fallback = name == "LlamaTokenizer"
+    backend = tokenizers.Tokenizer(model)
+    backend.post_processor = written.post_processor
+    if name == "LlamaTokenizer":
+        spaced = spaced is not False
+        scheme = ("always" if config.get("legacy") else "first") if spaced else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if spaced else [])])
+        return backend
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(spaced), use_regex=name != "Qwen2Tokenizer")
+    backend.pre_tokenizer, backend.decoder = by_bytes, decoders.ByteLevel()
+    if name == "Qwen2Tokenizer":
+        backend.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_SPLIT), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
+    return backend
+
+
 def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
     """Type names of the decoder's steps, in order."""
     if backend.decoder is None:
@@ -297,40 +376,3 @@ def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
     state = json.loads(backend.decoder.__getstate__())
     steps = state.get("decoders", [state])
     return [step["type"] for step in steps]
-
-
-def _mark_special(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> None:
-    """Mark what only the files beside tokenizer.json call special, where the vocabulary has it."""
-    texts = {token for token in special_tokens.values() if isinstance(token, str)}
-    texts.update(special_tokens.get("additional_special_tokens", ()))
-    listed = config.get("added_tokens_decoder")
-    entries = [entry for entry in listed.values() if isinstance(entry, dict)] if isinstance(listed, dict) else []
-    texts.update(entry["content"] for entry in entries if entry.get("special") and "content" in entry)
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    backend.add_special_tokens(sorted(text for text in texts - known if backend.token_to_id(text) is not None))
-
-
-def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name: those in files of their own, else those in tokenizer_config.json. Raises ModelError: one is no text."""
-    main = path / "chat_template.jinja"
-    files = {"default": main} if main.is_file() else {}
-    files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
-    if files:
-        return {name: _read_text(file) for name, file in files.items()}
-    listed = config.get("chat_template")
-    if listed is None or isinstance(listed, str):
-        return {} if listed is None else {"default": listed}
-    try:
-        named = {entry["name"]: entry["template"] for entry in listed}
-    except (TypeError, KeyError):
-        named = {"": None}
-    if not all(isinstance(name, str) and isinstance(template, str) for name, template in named.items()):
-        raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts")
-    return named
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: {error}") from error
