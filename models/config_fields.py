@@ -137,7 +137,8 @@ def check_fields(
         what = f"field {shown} is" if len(rest) == 1 else f"fields {shown}{more} are"
         raise ModelError(
             f"{path}: {what} not supported for {architecture}: what that does to the model is not implemented, and "
-            f"ignoring it could give wrong tokens. Where it does nothing: --ignore-config-fields {','.join(rest[:_MAX_SHOWN])}"
+            "ignoring it could give wrong tokens. Where it does nothing: "
+            f"--ignore-config-fields {','.join(rest[:_MAX_SHOWN])}"
         )
 
 

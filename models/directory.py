@@ -182,38 +182,36 @@ class ModelDirectory:
         except msgspec.ValidationError:
             raise ModelError(f"{self.path}: special token {name} is {value!r:.80}, a text was expected") from None
 
-    def missing_tokens(self, vocab_size: int) -> set[str]:
-        """Those of `added_tokens` that would have ids from `vocab_size` on. Raises ModelError."""
-        return {text for text, number in self._new_ids.items() if number >= vocab_size}
-
     @functools.cached_property
-    def _new_ids(self) -> dict[str, int]:
-        """The ids of tokens that tokenizer.json does not have, by the rule of the library `tokenizers`."""
-        ids = self._vocab
-        own = [] if self.tokenizer_class is not None else self._tokenizer_file.added_tokens
-        taken = [token.id or 0 for token in own]
-        new: dict[str, int] = {}
-        for token in self.added_tokens:
-            number = ids.get(token.content)
-            if number is None and token.content not in new:
-                number = new[token.content] = max(len(ids), max(taken, default=-1) + 1)
-            taken += [] if number is None else [number]
-        return new
+    def _ids(self) -> dict[str, int]:
+        """Of all tokens, by the rule of the library `tokenizers` for those that are added."""
+        vocab, own = self._tokenizer_file.model.vocab, self._tokenizer_file.added_tokens
+        size = len(vocab)
+        ids = dict(vocab) if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
+        last = -1
+        for token in [*([] if self.tokenizer_class is not None else own), *self.added_tokens]:
+            number = token.id if token in own and self.tokenizer_class is None else None
+            number = ids.setdefault(token.content, max(size, last + 1) if number is None else number)
+            last = max(last, number)
+        return ids
 
-    @functools.cached_property
-    def _vocab(self) -> dict[str, int]:
-        vocab = self._tokenizer_file.model.vocab
-        ids = vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
-        if self.tokenizer_class is not None:
-            return ids
-        return ids | {token.content: token.id or 0 for token in self._tokenizer_file.added_tokens}
+    @property
+    def new_ids(self) -> dict[str, int]:
+        """Of tokens that tokenizer.json lacks, or has with other ids. Raises ModelError."""
+        own = {token.content: token.id for token in self._tokenizer_file.added_tokens}
+        return {
+            token.content: self._ids[token.content]
+            for token in self.added_tokens
+            if self._ids[token.content] >= len(self._tokenizer_file.model.vocab)
+            and own.get(token.content) != self._ids[token.content]
+        }
 
     def eos_token_id(self) -> int | None:
         """Of the tokenizer's eos_token; None: it has none. Raises ModelError."""
         text = self.special_tokens.get("eos_token")
         if text is None or not (self.path / "tokenizer.json").exists():
             return None
-        return self._vocab.get(text, self._new_ids.get(text))
+        return self._ids.get(text)
 
     def chat_templates(self) -> dict[str, str]:
         """By name: those in files of their own, else of tokenizer_config.json, else of chat_template.json.

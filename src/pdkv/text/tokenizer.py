@@ -316,12 +316,12 @@ def _as_transformers(backend: tokenizers.Tokenizer, directory: ModelDirectory) -
                 directory.path, " and ".join(parts), name,
             )  # fmt: skip
     size = directory.config.values.get("vocab_size") if (directory.path / "config.json").exists() else None
-    missing = directory.missing_tokens(size if isinstance(size, int) else sys.maxsize)
-    if missing:
-        logger.warning(
-            "%s: %s of tokenizer_config.json is no token of tokenizer.json, and the model has no room for it: it is "
-            "read as plain text", directory.path, ", ".join(sorted(missing)),
-        )  # fmt: skip
+    room = size if isinstance(size, int) else sys.maxsize
+    missing = {text for text, number in directory.new_ids.items() if number >= room}
+    for texts, what in ((missing, "the model has no room for"), ({*directory.new_ids} - missing, "transformers adds")):
+        if texts:
+            shown = ", ".join(sorted(texts))
+            logger.warning("%s: tokenizer.json lacks special tokens, which %s: %s", directory.path, what, shown)
     tokens = [token for token in directory.added_tokens if token.content not in missing]
     for token in tokens:
         flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "special")}
