@@ -175,8 +175,8 @@ def load_model_config(
 def _architecture(fields: Fields, ignored: Collection[str]) -> tuple[str, _Family]:
     """The architecture's name and family; everything that the model code does not compute is refused."""
     names = fields.values.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise ModelError(f"{fields.path}: field 'architectures' must be a list of names, got {names!r}")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{fields.path}: field 'architectures' must be a list of names, got {clip(repr(names))}")
     known = next((name for name in names if name in _FAMILIES), None)
     if known is None:
         raise ModelError(f"{fields.path}: architecture {names[0]!r} is not supported; known: {', '.join(_FAMILIES)}")

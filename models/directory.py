@@ -100,7 +100,7 @@ class ModelDirectory:
         file = self.path / "tokenizer.json"
         try:
             return msgspec.json.decode(read_bytes(file), type=_TokenizerFile)  # of 150,000 tokens in some 30 ms
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelError(f"{file}: broken: {error}") from error
 
     @functools.cached_property

@@ -19,7 +19,7 @@ from pdkv.models.json_fields import LFS_POINTER, read_json
 
 logger = logging.getLogger(__name__)
 
-_SINGLE = "model.safetensors"
+SINGLE_NAME = "model.safetensors"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INDEX_NAME = "model.safetensors.index.json"
@@ -114,7 +114,7 @@ class WeightFiles:
             ModelError: no weights, or a file or an index that is missing or broken; the message names it.
         """
         self.path = path
-        weight_map = _read_index(path)
+        weight_map = read_index(path)
         self.files: list[WeightFile] = []
         try:
             for name in _file_names(path, weight_map):
@@ -147,8 +147,8 @@ def stored_dtype(path: Path) -> str | None:
     Raises:
         ModelError: it has several, or is broken.
     """
-    weight_map = _read_index(path)
-    single = path / _SINGLE
+    weight_map = read_index(path)
+    single = path / SINGLE_NAME
     names = (
         sorted(set(weight_map.values())) if weight_map else [file.name for file in sorted(path.glob("*.safetensors"))]
     )
@@ -164,13 +164,13 @@ def stored_dtype(path: Path) -> str | None:
     return found[0] if found else None
 
 
-def _read_index(path: Path) -> dict[str, str] | None:
+def read_index(path: Path) -> dict[str, str] | None:
     """Tensor name -> file name; None: there is no index."""
     index = path / INDEX_NAME
     if not index.exists():
         return None
-    if (path / _SINGLE).exists():
-        logger.warning("%s: as in transformers, %s is read, and not what %s names", path, _SINGLE, INDEX_NAME)
+    if (path / SINGLE_NAME).exists():
+        logger.warning("%s: as in transformers, %s is read, and not what %s names", path, SINGLE_NAME, INDEX_NAME)
         return None
     weight_map = read_json(index).get("weight_map")
     names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
@@ -182,10 +182,10 @@ def _read_index(path: Path) -> dict[str, str] | None:
 def _file_names(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[str]:
     if weight_map is None:
         names = sorted(file.name for file in path.glob("*.safetensors"))
-        if _SINGLE in names and len(names) > 1:
-            others = ", ".join(name for name in names if name != _SINGLE)
-            logger.warning("%s: without %s, %s is read alone, and not %s", path, INDEX_NAME, _SINGLE, others)
-            names = [_SINGLE]
+        if SINGLE_NAME in names and len(names) > 1:
+            others = ", ".join(name for name in names if name != SINGLE_NAME)
+            logger.warning("%s: without %s, %s is read alone, and not %s", path, INDEX_NAME, SINGLE_NAME, others)
+            names = [SINGLE_NAME]
         if not names:
             others = sorted({file.name for pattern in _OTHER_FORMATS for file in path.glob(pattern)})
             hint = ", which transformers writes: save_pretrained; not read: " + ", ".join(others[:3]) if others else ""

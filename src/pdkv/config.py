@@ -46,7 +46,10 @@ class ModelFiles:
     """Which model is served, and how its directory is read."""
 
     model: Path = option(
-        DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model) or paced:PROFILE"
+        DEFAULT_MODEL,
+        "Hugging Face model directory, or ORG/NAME[@REVISION] on its hub (absent: the embedded default model), or "
+        "paced:PROFILE",
+        metavar="MODEL",
     )
     generation_config: Literal["auto", "none"] = option(
         "auto", "sampling defaults of requests: those of the model's generation_config.json, or none of them"

@@ -12,6 +12,7 @@ from pdkv.cli.options import Flag, add_flags, build, capitalized, collect, flags
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
 from pdkv.models.generation_config import SAMPLING_DEFAULTS, read_sampling_defaults
+from pdkv.models.hub import with_local_model
 from pdkv.sampling.params import SamplingParams
 
 _SAMPLING_HELP = {
@@ -103,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.cli.launch import launch_variables
 
     values = collect(flags_of(EngineConfig), vars(arguments), known_variables=launch_variables())
-    config = build(EngineConfig, values)
+    config = with_local_model(build(EngineConfig, values))
     params = read_params(arguments, config)
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
     if not prompts:

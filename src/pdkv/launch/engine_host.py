@@ -18,6 +18,7 @@ from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
+from pdkv.models.hub import with_local_model
 from pdkv.wire.cluster_key import ClusterKey
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
         StartupError: a child did not become ready.
     """
     ClusterKey.read(hosted.cluster_key_file)
+    config = with_local_model(config)
     load_model_config(config.model, config.max_model_len, config.ignored_fields)
     check_memory([(config, 1)], tiers)
 

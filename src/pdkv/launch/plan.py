@@ -16,6 +16,7 @@ from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet
+from pdkv.models.hub import hub_name
 from pdkv.router.engines.address import EngineAddress, Role
 
 _DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
@@ -54,7 +55,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         ],
         model=deployment.prefill.files,
         served_model_name=launch.served_model_name
-        or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
+        or (_DEFAULT_NAME if model == DEFAULT_MODEL else hub_name(model) or model.resolve().name),
         policy=launch.policy,
         logits_processors=list(deployment.decode.processor_names),
         run_dir=run_dir.path,

@@ -18,6 +18,7 @@ from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.step_loop import make_step_loop
 from pdkv.errors import ConfigError, EngineUnavailable
+from pdkv.models.hub import with_local_model
 from pdkv.offline.interrupts import HeldInterrupts
 from pdkv.wire.messages import EngineToRouter, RouterToEngine
 
@@ -128,7 +129,7 @@ def read_config(
     names = given.get("logits_processors")
     if isinstance(names, list | tuple):  # of Python's callers; flags are texts
         given["logits_processors"] = ",".join(map(str, names)) or None
-    config = from_fields(EngineConfig, given, owner=owner)
+    config = with_local_model(from_fields(EngineConfig, given, owner=owner))
     return config, *_plan_connector(connector, connector_config)
 
 
