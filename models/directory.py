@@ -92,8 +92,14 @@ class ModelDirectory:
 
         As in transformers, that is if it does not list the added tokens itself. Raises ModelError.
         """
-        config = self.optional("tokenizer_config.json")
-        return config if "added_tokens_decoder" in config else config | self.optional("special_tokens_map.json")
+        config, name = self.optional("tokenizer_config.json"), "special_tokens_map.json"
+        if "added_tokens_decoder" in config:
+            return config
+        older = self.optional(name)
+        for key, value in older.items():
+            if not key.endswith(("_token", "_tokens")) or isinstance(value, bool):
+                raise ModelError(f"{self.path / name}: field {key!r} = {value!r:.80} is no special token")
+        return config | older
 
     @functools.cached_property
     def _tokenizer_file(self) -> _TokenizerFile:

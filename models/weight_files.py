@@ -193,7 +193,7 @@ def _file_names(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[st
         return names
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not (path / name).exists():
+        if not os.path.exists(path / name):  # which says no of a name that no file can have
             raise ModelError(f"{path / INDEX_NAME} names {name}, which does not exist")
     return names
 

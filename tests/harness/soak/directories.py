@@ -254,7 +254,7 @@ def theirs(path: Path, wanted: set[str]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if "ends" in wanted:
         with contextlib.suppress(Exception):
-            model = transformers.AutoModelForCausalLM.from_pretrained(path)
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
             ends = model.generation_config.eos_token_id
             facts["ends"] = {*(ends if isinstance(ends, list) else [ends])} - {None}
             facts["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -262,7 +262,7 @@ def theirs(path: Path, wanted: set[str]) -> dict[str, Any]:
                 facts["tokens"] = _greedy(model)
     if "ids" in wanted:
         with contextlib.suppress(Exception):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             facts["ids"] = [
                 tokenizer.encode(text, add_special_tokens=special) for text in TEXTS for special in (True, False)
             ]
