@@ -176,7 +176,7 @@ def read_index(path: Path) -> dict[str, str] | None:
     names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     if not names or any("/" in name or name.startswith(".") for name in names):
         raise ModelError(f"{index}: field 'weight_map' must map tensor names to files of the directory")
-    return {name: str(file) for name, file in weight_map.items()}
+    return {name: str(file) for name, file in dict(weight_map or {}).items()}
 
 
 def _file_names(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[str]:
@@ -187,8 +187,8 @@ def _file_names(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[st
             logger.warning("%s: without %s, %s is read alone, and not %s", path, INDEX_NAME, SINGLE_NAME, others)
             names = [SINGLE_NAME]
         if not names:
-            others = sorted({file.name for pattern in _OTHER_FORMATS for file in path.glob(pattern)})
-            hint = ", which transformers writes: save_pretrained; not read: " + ", ".join(others[:3]) if others else ""
+            found = sorted({file.name for pattern in _OTHER_FORMATS for file in path.glob(pattern)})
+            hint = ", which transformers writes: save_pretrained; not read: " + ", ".join(found[:3]) if found else ""
             raise ModelError(f"{path}: no *.safetensors file{hint}")
         return names
     names = sorted(set(weight_map.values()))

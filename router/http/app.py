@@ -78,6 +78,7 @@ def create_app(
     `create_admin_app` takes.
 
     Args:
+        served_model_name: or several, separated by commas: the first one is that of answers and metrics.
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
         limits: bounds of bodies and of waits (default: the options').
         api: how requests are read (default: the options').
@@ -96,11 +97,13 @@ def create_app(
     admission = admission or Admission(dispatcher)
     drain = drain or Drain(admission)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
+    served_model_name, *aliases = served_model_name.split(",")
     metrics = Metrics(dispatcher, served_model_name, instruments, admission)
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
     served = ServedModel(
         name=served_model_name,
+        aliases=tuple(aliases),
         tokenizer=tokenizer,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,

@@ -67,23 +67,22 @@ class StatusPages:
         return json_response({"status": "degraded", "connector_problems": problems} if problems else {"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": list(map(self._model_card, self._model().names))})
 
     async def _one_model(self, request: Request) -> Response:
         name, model = request.path_params["name"], self._model()
-        if name != model.name:
+        if name not in model.names:
             status, body = describe_error(unknown_model(name, model))
             return json_response(body, status=status)
-        return json_response(self._model_card())
+        return json_response(self._model_card(name))
 
-    def _model_card(self) -> dict[str, Any]:
-        model = self._model()
+    def _model_card(self, name: str) -> dict[str, Any]:
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "pdkv",
-            "max_model_len": model.max_model_len,
+            "max_model_len": self._model().max_model_len,
         }
 
     async def _version(self, request: Request) -> Response:

@@ -65,7 +65,7 @@ def _check_template(source: str, model: ServedModel) -> None:
         raise RequestAborted("a chat template is rendered on a thread", request_id="")
 
 
-def _ending(body: ChatBody | TokenizeChatBody) -> dict[str, bool]:
+def _ending(body: ChatBody | TokenizeChatBody) -> dict[str, Any]:
     """How the prompt ends: with the beginning of an answer, if the request says nothing."""
     continues = body.continue_final_message or False
     if continues and body.add_generation_prompt:

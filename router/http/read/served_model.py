@@ -18,7 +18,7 @@ Cancelled = Callable[[], bool]
 class ServedModel:
     """What requests are checked against."""
 
-    name: str
+    name: str  # as answers have it
     tokenizer: Tokenizer
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -29,6 +29,7 @@ class ServedModel:
     tool_parser: type[ToolParser] | None = None
     reasoning_parser: type[ReasoningParser] | None = None
     logits_processors: tuple[str, ...] = ()  # names that requests may say
+    aliases: tuple[str, ...] = ()  # names that requests may say, too
     takes_templates: bool = False  # requests may bring chat templates
 
     @property
@@ -42,8 +43,13 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raises InvalidRequest (404) for another model's name; no name means this model."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self.names:
             raise unknown_model(name, self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return (self.name, *self.aliases)
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequest for an id outside the vocabulary."""
@@ -57,7 +63,9 @@ class ServedModel:
 def unknown_model(name: str, model: ServedModel) -> InvalidRequest:
     """HTTP 404."""
     error = InvalidRequest(
-        f"the model {clip(name)!r} does not exist; this server has {model.name!r}", param="model", status=404
+        f"the model {clip(name)!r} does not exist; this server has {', '.join(map(repr, model.names))}",
+        param="model",
+        status=404,
     )
     error.code = "model_not_found"
     return error

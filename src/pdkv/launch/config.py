@@ -36,7 +36,11 @@ class LaunchConfig:
     order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
         "auto", "which engine is asked first; auto: the one that the router prefers of those that the connector allows"
     )
-    served_model_name: str | None = option(None, "the model's name in the API (default: its directory's name)")
+    served_model_name: str | None = option(
+        None,
+        "the model's name in the API, or several, separated by commas (default: that on the hub, or its directory's)",
+        metavar="NAMES",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "minimum level of the log lines on stderr")
     start_timeout_s: float = seconds(120.0, "how long a process may take to become ready", le=MAX_WAIT_S)
     drain_s: float = option(
@@ -51,8 +55,8 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.served_model_name == "":
-            raise ConfigError("served_model_name must not be empty")
+        if self.served_model_name is not None and not all(self.served_model_name.split(",")):
+            raise ConfigError(f"served_model_name must not be empty, got {self.served_model_name!r}")
         if not self.remote_engines and not self.decode:
             raise ConfigError("decode must be at least 1 where there are no --remote-engines, got 0")
         if self.remote_engines and self.cluster_key_file is None:

@@ -21,6 +21,10 @@ ContentFormat = Literal["auto", "string", "openai"]
 """The form of what turns say: what the template takes, texts, or lists of text parts."""
 
 
+Arguments = Literal["object", "text"]
+"""The form of a call's arguments: an object, or its JSON text."""
+
+
 class TurnForm(NamedTuple):
     """How a template takes what the turns of a role say."""
 
@@ -35,7 +39,7 @@ class TurnForms(NamedTuple):
     """How a template takes turns."""
 
     roles: Mapping[str, TurnForm]  # those that are not named have the form of "tool"
-    arguments: Literal["object", "text"] = "object"  # of calls
+    arguments: Arguments = "object"  # of calls
     null: bool = False  # an assistant's turn that only calls has null as its content; False: an empty text
     developer: bool = True  # the role is known; False: its turns are the system's
     left_out: tuple[str, ...] = ()  # what does not arrive in a prompt
@@ -50,6 +54,7 @@ class TurnForms(NamedTuple):
 _FIRST, _SECOND = "firstmarker", "secondmarker"
 _A_CALL = {"id": "call00001", "function": {"name": "f", "arguments": {_FIRST: _SECOND}}}
 _PYTHON = repr({_FIRST: _SECOND})  # what an object becomes where a text was expected
+_ARGUMENTS: tuple[Arguments, ...] = ("object", "text")
 _FIXED: Mapping[str, TurnForm] = {"string": TurnForm(), "openai": TurnForm(text=False, parts=True)}
 
 
@@ -91,19 +96,19 @@ def find_forms(render: Callable[[Messages], str | None], content_format: Content
 
 def _call_form(
     render: Callable[[Messages], str | None], asks: Mapping[str, Any], form: TurnForm
-) -> tuple[Literal["object", "text"], bool] | None:
+) -> tuple[Arguments, bool] | None:
     """The form of calls and whether null stands beside them; None: they do not arrive in either form."""
-    prompts = {}
-    for null, kind in itertools.product((False, True), ("object", "text")):
+    prompts: dict[tuple[str, bool], str] = {}
+    for kind, null in itertools.product(_ARGUMENTS, (False, True)):
         call = _tool_call(_A_CALL, kind, "")
         turn = {**_said("assistant", None if null else _as_form("", form)), "tool_calls": [call]}
         result = {**_said("tool", _as_form("x", form)), "tool_call_id": call["id"], "name": "f"}
         prompt = render([asks, turn, result]) or ""
         if _FIRST in prompt and _SECOND in prompt and _PYTHON not in prompt:
             prompts[kind, null] = prompt
-    for kind in ("object", "text"):
-        empty, null = prompts.get((kind, False)), prompts.get((kind, True))
-        if null is not None and (empty is None or len(null) < len(empty)):  # an empty turn would stand beside the call
+    for kind in _ARGUMENTS:
+        empty, alone = prompts.get((kind, False)), prompts.get((kind, True))
+        if alone is not None and (empty is None or len(alone) < len(empty)):  # else an empty turn stands beside it
             return kind, True
         if empty is not None:
             return kind, False
@@ -177,7 +182,7 @@ def _text(part: Any, at: str) -> str:
     return text
 
 
-def _tool_call(call: Any, kind: Literal["object", "text"], at: str) -> dict[str, Any]:
+def _tool_call(call: Any, kind: Arguments, at: str) -> dict[str, Any]:
     """Without its place in a stream."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
