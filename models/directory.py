@@ -6,9 +6,9 @@ taken so is refused by file and field.
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -17,6 +17,8 @@ from pdkv.errors import ModelError
 from pdkv.models.json_fields import Fields, read_bytes, read_json
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _END = "<|endoftext|>"
@@ -155,38 +157,34 @@ class ModelDirectory:
         rebuilt, has_file = self.tokenizer_class is not None, (self.path / "tokenizer.json").exists()
         own = self._tokenizer_file.added_tokens if has_file else []
         if "added_tokens_decoder" in config:
-            listed = {self._index(i): self._added(t, "added_tokens_decoder") for i, t in _items(config, self.path)}
+            listed = self._as(config["added_tokens_decoder"], dict[int, AddedToken], "added_tokens_decoder")
         else:
-            listed = {self._index(i): AddedToken(text) for text, i in self.optional("added_tokens.json").items()}
-            listed |= {self._index(token.id): token for token in own}
+            older = self._as(self.optional("added_tokens.json"), dict[str, int], "added_tokens.json")
+            listed = {number: AddedToken(text) for text, number in older.items()}
+            listed |= {token.id or 0: token for token in own}
         named = {*self.special_tokens.values()}
         tokens = [
             replace(token, special=token.special or token.content in named) for _, token in sorted(listed.items())
         ]
         have = {token.content for token in ([] if rebuilt else own) + tokens}
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        if not isinstance(extra, list | dict):
-            raise ModelError(f"{self.path}: extra_special_tokens is no list: {extra!r}")
-        more = [] if isinstance(extra, dict) else [self._added(t, "extra_special_tokens") for t in extra]
+        extra = [] if isinstance(extra, dict) else self._as(extra, list[Any], "no list: extra_special_tokens")
+        more = [self._added(token, "extra_special_tokens") for token in extra]
         special = {token.content: token for token in reversed([*self._named.values(), *more])}
         tokens += [token for text, token in reversed(special.items()) if text not in have]
         if self.tokenizer_class == "Qwen2Tokenizer":
             tokens += [AddedToken(text, special=True) for text in reversed(special)]
         return tokens
 
-    def _index(self, value: Any) -> int:
-        try:
-            return int(value)
-        except (TypeError, ValueError):
-            raise ModelError(f"{self.path}: an added token has the id {value!r}, a number was expected") from None
-
     def _added(self, value: Any, name: str) -> AddedToken:
         """A token, which is written as its text or as {"content": text, …}."""
-        given = {"content": value, "special": True} if isinstance(value, str) else value
+        return self._as({"content": value, "special": True} if isinstance(value, str) else value, AddedToken, name)
+
+    def _as(self, value: Any, kind: type[T], name: str) -> T:
         try:
-            return msgspec.convert(given, AddedToken)
+            return msgspec.convert(value, kind, strict=False)
         except msgspec.ValidationError:
-            raise ModelError(f"{self.path}: special token {name} is {value!r:.80}, a text was expected") from None
+            raise ModelError(f"{self.path}: {name} is {value!r:.80}, a text was expected") from None
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
@@ -247,13 +245,6 @@ class ModelDirectory:
         if not all(isinstance(key, str) and isinstance(template, str) for key, template in named.items()):
             raise ModelError(f"{self.path / name}: chat_template is neither a text nor a list of named texts")
         return named
-
-
-def _items(config: Mapping[str, Any], path: Path) -> Sequence[tuple[str, Any]]:
-    listed = config["added_tokens_decoder"]
-    if not isinstance(listed, dict):
-        raise ModelError(f"{path / 'tokenizer_config.json'}: added_tokens_decoder is no object: {listed!r:.80}")
-    return list(listed.items())
 
 
 def read_text(file: Path) -> str:

@@ -145,21 +145,16 @@ def stored_dtype(path: Path) -> str | None:
     """Of the floating-point tensors, as the first file has them; None: there are no weights, or none that float.
 
     Raises:
-        ModelError: it has several, or is broken.
+        ModelError: it has several, or a file is broken.
     """
-    weight_map = read_index(path)
-    single = path / SINGLE_NAME
-    names = (
-        sorted(set(weight_map.values())) if weight_map else [file.name for file in sorted(path.glob("*.safetensors"))]
-    )
-    if not names:
+    if next(path.glob("*.safetensors"), None) is None:
         return None
-    file = WeightFile(single if weight_map is None and single.exists() else path / names[0])
-    file.close()
-    found = sorted({_DTYPES[tensor.dtype] for tensor in file.tensors if tensor.dtype in _DTYPES})
+    with WeightFiles(path) as files:
+        first = files.files[0]
+    found = sorted({_DTYPES[tensor.dtype] for tensor in first.tensors if tensor.dtype in _DTYPES})
     if len(found) > 1:
         raise ModelError(
-            f"{path / 'config.json'}: field 'dtype' is missing, and {file.path.name} has tensors of {', '.join(found)}"
+            f"{path / 'config.json'}: field 'dtype' is missing, and {first.path.name} has tensors of {', '.join(found)}"
         )
     return found[0] if found else None
 

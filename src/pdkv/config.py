@@ -73,11 +73,6 @@ class ModelFiles:
         """Names of fields of config.json. Raises ConfigError."""
         return split_names(self.ignore_config_fields)
 
-    @property
-    def files(self) -> "ModelFiles":
-        """These options alone."""
-        return ModelFiles(**{name: getattr(self, name) for name in MODEL_FILES})
-
 
 MODEL_FILES = tuple(field.name for field in fields(ModelFiles))
 """Names of the options that prefill and decode engines have in common."""

@@ -53,7 +53,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
             *(plan_address(spec, run_dir) for spec in engines),
             *(EngineAddress(name, "any", endpoint) for name, endpoint in launch.remote_engines.items()),
         ],
-        model=deployment.prefill.files,
+        model=deployment.prefill,
         served_model_name=launch.served_model_name
         or (_DEFAULT_NAME if model == DEFAULT_MODEL else hub_name(model) or model.resolve().name),
         policy=launch.policy,

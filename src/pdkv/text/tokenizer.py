@@ -16,9 +16,10 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from pdkv.config import DEFAULT_MODEL, ModelFiles, is_paced
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.models.directory import ModelDirectory, read_text
-from pdkv.text.bounded_template import BoundedTemplate
+from pdkv.text.bounded_template import bounded_template
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from pdkv.text.sandbox import Render
 from pdkv.text.turns import ContentFormat, Messages
 
 logger = logging.getLogger(__name__)
@@ -96,10 +97,9 @@ class Tokenizer:
         backend = _as_transformers(backend, directory)
         given = {} if chat_template is None else {"default": read_text(chat_template)}
         templates = given or directory.chat_templates()
-        special_tokens = directory.special_tokens
         return cls(
             backend,
-            special_tokens=special_tokens,
+            special_tokens=directory.special_tokens,
             chat_template=templates.get("default"),
             tool_template=templates.get("tool_use"),
             content_format=content_format,
@@ -184,10 +184,8 @@ class Tokenizer:
             source = template.source
         try:
             if source is not None and bounded:
-                with BoundedTemplate(source) as process:
-                    given = ChatTemplate(
-                        source, self.special_tokens, for_tools=bool(tools), content_format=form, render=process.render
-                    )
+                with bounded_template(source) as render:
+                    given = self._compile_template(source, bool(tools), form, render)
                     return given.render(messages, tools=tools, **options)
             template = template if source is None else self._compile(source, bool(tools), form)
         except (ModelError, jinja2.TemplateError) as error:
@@ -195,8 +193,10 @@ class Tokenizer:
         assert template is not None
         return template.render(messages, tools=tools, **options)
 
-    def _compile_template(self, source: str, for_tools: bool, content_format: ContentFormat) -> ChatTemplate:
-        return ChatTemplate(source, self.special_tokens, for_tools=for_tools, content_format=content_format)
+    def _compile_template(
+        self, source: str, for_tools: bool, form: ContentFormat, render: Render | None = None
+    ) -> ChatTemplate:
+        return ChatTemplate(source, self.special_tokens, for_tools=for_tools, content_format=form, render=render)
 
     @property
     def template_forms(self) -> str:
@@ -298,6 +298,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+_STEPS = ("normalizer", "pre_tokenizer", "decoder")
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -309,7 +310,8 @@ def _as_transformers(backend: tokenizers.Tokenizer, directory: ModelDirectory) -
     before = backend
     if name is not None:
         backend = _rebuilt(backend, name, config)
-        parts = [part for part in _PARTS if _state(getattr(before, part)) != _state(getattr(backend, part))]
+        steps = {part: [getattr(each, part) for each in (before, backend)] for part in _STEPS}
+        parts = [part for part, both in steps.items() if len({each and each.__getstate__() for each in both}) > 1]
         if parts:
             logger.warning(
                 "%s: as in transformers, %s of tokenizer.json gives way to that of %s",
@@ -329,20 +331,6 @@ def _as_transformers(backend: tokenizers.Tokenizer, directory: ModelDirectory) -
         backend.add_tokens([tokenizers.AddedToken(token.content, **flags)])
     backend.encode_special_tokens = config.get("split_special_tokens") is True
     return backend
-
-
-_PARTS = ("normalizer", "pre_tokenizer", "decoder", "model")
-
-
-def _state(part: Any) -> Any:
-    """What a part of a tokenizer is; of a model, without its vocabulary."""
-    if part is None:
-        return None
-    if isinstance(part, tokenizers.models.Model):
-        return [
-            getattr(part, name, None) or None for name in ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
-        ]
-    return json.loads(part.__getstate__())
 
 
 def _rebuilt(written: tokenizers.Tokenizer, name: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
