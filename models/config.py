@@ -95,13 +95,14 @@ class _Family(NamedTuple):
 
 
 _MAX_LAYERS = 10_000
-_MISTRAL = {"num_key_value_heads": 8, "eos_token_id": 2}
+_MISTRAL = {"num_key_value_heads": 8, "eos_token_id": 2, "sliding_window": 4096}
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _FAMILIES: Mapping[str, _Family] = {
     "LlamaForCausalLM": _Family(None, None, mlp_bias=None, reads_window=False, defaults={"eos_token_id": 2}),
     "MistralForCausalLM": _Family(False, False, defaults=_MISTRAL),
     "MinistralForCausalLM": _Family(False, False, defaults=_MISTRAL),
-    "Qwen2ForCausalLM": _Family(True, False, defaults={"num_key_value_heads": 32}),
-    "Qwen3ForCausalLM": _Family(None, None, qk_norm=True, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "Qwen2ForCausalLM": _Family(True, False, defaults=_QWEN),
+    "Qwen3ForCausalLM": _Family(None, None, qk_norm=True, defaults={**_QWEN, "head_dim": 128}),
     "Phi3ForCausalLM": _Family(
         False, False, fused_weights=True, defaults={"rms_norm_eps": 1e-5, "eos_token_id": 32000}
     ),

@@ -70,7 +70,7 @@ _ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
 }
 _WINDOW_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 _MULTIPLIER = re.compile(r"(?:^|_)(?:multiplier|scale|scaling|factor)(?:_|$)|^(?:rotary_pct|rope_percent)$|^mup_")
-_SHOWN_CHARS, _MAX_SHOWN = 80, 20
+_SHOWN_CHARS, _MESSAGE_CHARS = 80, 2000
 
 _Check = Callable[[Any, Mapping[str, Any]], bool]
 
@@ -132,13 +132,10 @@ def check_fields(
     if dropped := [name for name in unknown if name in ignored]:
         logger.warning("%s: ignored, as --ignore-config-fields has it: %s", path, ", ".join(dropped))
     if rest := [name for name in unknown if name not in ignored]:
-        shown = ", ".join(_shown(name, values[name]) for name in rest[:_MAX_SHOWN])
-        more = f" and {len(rest) - _MAX_SHOWN} more" if len(rest) > _MAX_SHOWN else ""
-        what = f"field {shown} is" if len(rest) == 1 else f"fields {shown}{more} are"
         raise ModelError(
-            f"{path}: {what} not supported for {architecture}: what that does to the model is not implemented, and "
-            "ignoring it could give wrong tokens. Where it does nothing: "
-            f"--ignore-config-fields {','.join(rest[:_MAX_SHOWN])}"
+            f"{path}: not supported for {architecture}, since ignoring it could give wrong tokens: "
+            f"{clip(', '.join('field ' + _shown(name, values[name]) for name in rest), _MESSAGE_CHARS)}. "
+            f"Where it does nothing: --ignore-config-fields {clip(','.join(rest), _MESSAGE_CHARS)}"
         )
 
 

@@ -56,9 +56,9 @@ class Tokenizer:
         self._content_format = content_format
         self._compile = functools.lru_cache(_KEPT_TEMPLATES)(self._compile_template)
         self.chat_template = self._compile(chat_template, False, content_format) if chat_template else None
-        self._tool_template = self.chat_template
+        self.tool_template = self.chat_template
         if tool_template:
-            self._tool_template = self._compile(tool_template, True, content_format)
+            self.tool_template = self._compile(tool_template, True, content_format)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """They are left out of decoded text by default."""
@@ -113,7 +113,7 @@ class Tokenizer:
     @property
     def chat_template_source(self) -> str:
         """The chat template of conversations with tools as its author wrote it; empty where there is none."""
-        return self._tool_template.source if self._tool_template is not None else ""
+        return self.tool_template.source if self.tool_template is not None else ""
 
     def ids_by_text(self) -> dict[str, int]:
         """Every token's id by how the vocabulary writes it, added tokens included."""
@@ -174,9 +174,9 @@ class Tokenizer:
         Raises:
             InvalidRequest: there is no chat template, it is broken, or it refuses the messages.
         """
-        template = self._tool_template if tools else self.chat_template
+        template = self.tool_template if tools else self.chat_template
         if chat_template is None and template is None:
-            kind = "chat template" if self._tool_template is None else "chat template without tools"
+            kind = "chat template" if self.tool_template is None else "chat template without tools"
             raise InvalidRequest(f"the model has no {kind}: use completions, or --chat-template FILE", param="messages")
         form, source = content_format or self._content_format, chat_template
         if source is None and form != self._content_format:
@@ -197,14 +197,6 @@ class Tokenizer:
         self, source: str, for_tools: bool, form: ContentFormat, render: Render | None = None
     ) -> ChatTemplate:
         return ChatTemplate(source, self.special_tokens, for_tools=for_tools, content_format=form, render=render)
-
-    @property
-    def template_forms(self) -> str:
-        """How the model's templates take turns, for people; empty where there is none."""
-        named = {"default": self.chat_template, "tool_use": self._tool_template}
-        if self._tool_template is self.chat_template:
-            del named["tool_use"]
-        return "; ".join(f"{name}: {template.forms}" for name, template in named.items() if template is not None)
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for an id that it lacks."""
@@ -270,8 +262,9 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     tokenizer = Tokenizer.from_dir(
         files.model, chat_template=files.chat_template, content_format=files.chat_template_content_format
     )
-    if forms := tokenizer.template_forms:
-        logger.info("chat template of turns: %s", forms)
+    for name, template in (("default", tokenizer.chat_template), ("of tools", tokenizer.tool_template)):
+        if template is not None:
+            logger.info("chat template %s: %s", name, template.forms)
     return tokenizer
 
 
