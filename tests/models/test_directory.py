@@ -10,7 +10,6 @@ from typing import Any
 import model_directories
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 
 from pdkv.config import EngineConfig
@@ -56,6 +55,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def their_tokenizer(path: Path) -> Any:
+    import transformers
+
     kind = transformers.PreTrainedTokenizerFast if path.name in WRITTEN else transformers.AutoTokenizer
     return kind.from_pretrained(path)
 
@@ -84,6 +85,8 @@ def test_ids_texts_and_chat_ids_are_those_of_transformers(published: Any, name: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_end_tokens_are_those_of_transformers(published: Any, name: str) -> None:
+    import transformers
+
     path = published(name)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     prompt = [int(i) for i in torch.randint(0, 480, (90,), generator=torch.Generator().manual_seed(1))]
@@ -220,6 +223,8 @@ def test_weights_of_other_kinds_are_named(tmp_path: Path, files: dict[str, str],
 def test_of_one_file_and_an_index_transformers_takes_the_file(
     published: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import transformers
+
     path = Path(shutil.copytree(published("Qwen3-8B"), tmp_path / "model"))
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "nowhere.safetensors"}}')
     with WeightFiles(path) as files:

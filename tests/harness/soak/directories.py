@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import model_directories
 import msgspec
 import torch
-import transformers
 
 from pdkv.errors import ConfigError, InvalidRequest, ModelError
 from pdkv.models.config import load_model_config
@@ -251,6 +250,8 @@ def refused(texts: list[str], path: Path) -> Iterator[None]:
 
 def theirs(path: Path, wanted: set[str]) -> dict[str, Any]:
     """What transformers makes of it, of the parts that pdkv accepted; a part that it refuses is absent."""
+    import transformers
+
     facts: dict[str, Any] = {}
     if "ends" in wanted:
         with contextlib.suppress(Exception):
@@ -306,6 +307,8 @@ def differences(mine: dict[str, Any], other: dict[str, Any], vocab_size: int) ->
 
 def fuzz(root: Path, mutations: int, seed: int, bases: Sequence[str] = BASES) -> Result:
     """Mutate directories made in `root`."""
+    import transformers
+
     published = model_directories.directories()
     made = [model_directories.write(root / name, published[name]) for name in bases]
     result, outcomes, handler = Result(seed=seed, mutations=mutations), Counter[str](), Warned()
