@@ -12,6 +12,7 @@ DAMAGE ?= 10000
 TRIALS ?= 1000
 SCHEDULES ?= 2000
 REQUESTS ?= 100000
+DIRECTORIES ?= 10000
 CLIENTS ?= 40
 SHAPES ?= 500
 TENANTS ?= 10
@@ -80,7 +81,7 @@ matrix: install
 
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many damaged transfers of each kind, on each
 # way and for all ranks (TRIALS=1000), so many schedules of the hand-off state machine at each number of steps ahead
-# (SCHEDULES=2000), so many bad HTTP requests (REQUESTS=100000), rude clients beside running streams for
+# (SCHEDULES=2000), so many mutated model directories (DIRECTORIES=10000), so many bad HTTP requests (REQUESTS=100000), rude clients beside running streams for
 # so many seconds (CLIENTS=40), so many hostile schemas and patterns (SHAPES=500), a hostile tenant beside a polite one
 # for so many minutes (TENANTS=10), so many hostile frames on the engines of
 # each connector (FRAMES=100000), strangers at every door of theirs (a thousand connections each), then chaos under load for so many minutes per backend: make soak MINUTES=5
@@ -88,6 +89,7 @@ matrix: install
 soak: install
 	cd tests/harness && $(abspath $(BIN))/python -m soak.damage --mutations $(DAMAGE) --trials $(TRIALS) --seed $(SEED)
 	cd tests/harness && $(abspath $(BIN))/python -m soak.schedules --schedules $(SCHEDULES) --seed $(SEED)
+	cd tests/harness && $(abspath $(BIN))/python -m soak.directories --mutations $(DIRECTORIES) --seed $(SEED)
 	cd tests/harness && $(abspath $(BIN))/python -m soak.http_fuzz --requests $(REQUESTS) --seed $(SEED)
 	cd tests/harness && $(abspath $(BIN))/python -m soak.clients --seconds $(CLIENTS)
 	cd tests/harness && $(abspath $(BIN))/python -m soak.schemas

@@ -1,17 +1,19 @@
 """What a Hugging Face model directory says about its model: a checked `ModelConfig`. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
+from pdkv.base.limits import clip
 from pdkv.config import is_paced, paced_part
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config_fields import check_fields
-from pdkv.models.json_fields import Fields, read_json
+from pdkv.models.directory import ModelDirectory
+from pdkv.models.json_fields import Fields
 from pdkv.models.quantization import Quantization, read_quantization
 from pdkv.models.rope_config import RopeScaling, read_rope
-from pdkv.models.special_tokens import read_eos_token_id
+from pdkv.models.weight_files import stored_dtype
 from pdkv.models.window_config import read_windows
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -89,23 +91,32 @@ class _Family(NamedTuple):
     qk_norm: bool = False
     reads_window: bool = True
     fused_weights: bool = False  # one tensor for q, k and v, and one for the MLP's gate and up
+    defaults: Mapping[str, Any] = {}  # of fields that are absent, where they are not those of all
 
 
+_MAX_LAYERS = 10_000
+_MISTRAL = {"num_key_value_heads": 8, "eos_token_id": 2, "sliding_window": 4096}
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _FAMILIES: Mapping[str, _Family] = {
-    "LlamaForCausalLM": _Family(None, None, mlp_bias=None, reads_window=False),
-    "MistralForCausalLM": _Family(False, False),
-    "MinistralForCausalLM": _Family(False, False),
-    "Qwen2ForCausalLM": _Family(True, False),
-    "Qwen3ForCausalLM": _Family(None, None, qk_norm=True),
-    "Phi3ForCausalLM": _Family(False, False, fused_weights=True),
+    "LlamaForCausalLM": _Family(None, None, mlp_bias=None, reads_window=False, defaults={"eos_token_id": 2}),
+    "MistralForCausalLM": _Family(False, False, defaults=_MISTRAL),
+    "MinistralForCausalLM": _Family(False, False, defaults=_MISTRAL),
+    "Qwen2ForCausalLM": _Family(True, False, defaults=_QWEN),
+    "Qwen3ForCausalLM": _Family(None, None, qk_norm=True, defaults={**_QWEN, "head_dim": 128}),
+    "Phi3ForCausalLM": _Family(
+        False, False, fused_weights=True, defaults={"rms_norm_eps": 1e-5, "eos_token_id": 32000}
+    ),
 }
 
 
-def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
-    """Read config.json of a model directory, and what other files say of end tokens and quantization.
+def load_model_config(
+    path: Path, max_model_len: int | None = None, ignored_fields: Collection[str] = ()
+) -> ModelConfig:
+    """Read config.json of a model directory, and what other files say of end tokens, dtype and quantization.
 
     Args:
         max_model_len: of the engine that computes it; see `ModelConfig.for_length`.
+        ignored_fields: fields of config.json that are unknown, and do not matter.
 
     Raises:
         ModelError: something is missing, broken or not supported; the message names it and its value.
@@ -113,11 +124,13 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
     if is_paced(path):
         paced: ModelConfig = paced_part("paced:read_profile")(path).model_config
         return paced
-    if not path.is_dir():
-        raise ModelError(f"model directory {path} does not exist")
-    file = path / "config.json"
-    fields = Fields(file, read_json(file))
-    architecture, family = _architecture(fields)
+    directory = ModelDirectory(path)
+    fields = directory.config
+    file = fields.path
+    architecture, family = _architecture(fields, ignored_fields)
+    fields = Fields(file, {**family.defaults, **fields.values})
+    if fields.count("num_hidden_layers") > _MAX_LAYERS:
+        raise ModelError(f"{file}: field 'num_hidden_layers' must be at most {_MAX_LAYERS}")
     num_layers, num_heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
@@ -151,27 +164,33 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         mlp_bias=_flag_of_family(fields, "mlp_bias", family.mlp_bias),
         qk_norm=family.qk_norm,
         fused_weights=family.fused_weights,
-        eos_token_ids=_eos_token_ids(path, fields),
+        eos_token_ids=_eos_token_ids(directory, fields),
         bos_token_id=bos[0] if bos else None,
-        dtype=_dtype(fields),
-        quantization=_quantization(path, fields),
+        dtype=_dtype(directory),
+        quantization=_quantization(directory),
         windows=read_windows(fields, architecture, num_layers),
     )
     return config.for_length(max_model_len)
 
 
-def _architecture(fields: Fields) -> tuple[str, _Family]:
+def _architecture(fields: Fields, ignored: Collection[str]) -> tuple[str, _Family]:
     """The architecture's name and family; everything that the model code does not compute is refused."""
     names = fields.values.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise ModelError(f"{fields.path}: field 'architectures' must be a list of names, got {names!r}")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{fields.path}: field 'architectures' must be a list of names, got {clip(repr(names))}")
     known = next((name for name in names if name in _FAMILIES), None)
     if known is None:
         raise ModelError(f"{fields.path}: architecture {names[0]!r} is not supported; known: {', '.join(_FAMILIES)}")
     activation = fields.values.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{fields.path}: hidden_act {activation!r} is not supported, only 'silu'")
-    check_fields(fields.path, known, fields.values, reads_window=_FAMILIES[known].reads_window)
+    model_type, own = fields.values.get("model_type"), known.removesuffix("ForCausalLM").lower()
+    if model_type not in (None, own):
+        raise ModelError(
+            f"{fields.path}: model_type {clip(repr(model_type))} is not that of architecture {known!r}, {own!r}: "
+            "transformers computes the one, vLLM the other"
+        )
+    check_fields(fields.path, known, fields.values, ignored, reads_window=_FAMILIES[known].reads_window)
     return known, _FAMILIES[known]
 
 
@@ -183,35 +202,36 @@ def _flag_of_family(fields: Fields, name: str, fixed: bool | None) -> bool:
     return value
 
 
-def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
+def _eos_token_ids(directory: ModelDirectory, fields: Fields) -> tuple[int, ...]:
     """The end tokens of config.json, generation_config.json and the tokenizer, each once, in that order.
 
     Finetunes of base models often name theirs in the tokenizer alone. Those outside the vocabulary, which are never
     drawn, are left out.
     """
     ids = fields.token_ids("eos_token_id")
-    generation = path / "generation_config.json"
-    if generation.exists():
-        ids += Fields(generation, read_json(generation)).token_ids("eos_token_id")
-    if (own := read_eos_token_id(path)) is not None:
+    generation = "generation_config.json"
+    ids += Fields(directory.path / generation, directory.optional(generation)).token_ids("eos_token_id")
+    if (own := directory.eos_token_id()) is not None:
         ids += (own,)
     vocab_size = fields.count("vocab_size")
     return tuple(dict.fromkeys(token_id for token_id in ids if 0 <= token_id < vocab_size))
 
 
-def _quantization(path: Path, fields: Fields) -> Quantization | None:
+def _quantization(directory: ModelDirectory) -> Quantization | None:
     """By config.json, else, as in vLLM, by the file of ModelOpt's; None: the checkpoint has dense weights."""
-    said, file = fields.values.get("quantization_config"), path / "hf_quant_config.json"
+    fields, file = directory.config, directory.path / "hf_quant_config.json"
+    said = fields.values.get("quantization_config")
     if said is None and file.exists():
-        return read_quantization(file, read_json(file).get("quantization"), "modelopt")
+        return read_quantization(file, directory.optional(file.name).get("quantization"), "modelopt")
     return None if said is None else read_quantization(fields.path, said)
 
 
-def _dtype(fields: Fields) -> Dtype:
-    """The dtype that the weights were saved in; absent: float32, as in transformers."""
-    name = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
-    if name not in DTYPE_BYTES:
-        raise ModelError(f"{fields.path}: dtype {name!r} is not supported; known: {', '.join(DTYPE_BYTES)}")
+def _dtype(directory: ModelDirectory) -> Dtype:
+    """The dtype of the file; absent: that of the weights, as in transformers, else float32."""
+    fields = directory.config
+    name = fields.values.get("dtype") or fields.values.get("torch_dtype") or stored_dtype(directory.path) or "float32"
+    if not isinstance(name, str) or name not in DTYPE_BYTES:
+        raise ModelError(f"{fields.path}: dtype {clip(repr(name))} is not supported; known: {', '.join(DTYPE_BYTES)}")
     return cast(Dtype, name)
 
 

@@ -4,13 +4,16 @@ A field that is silently ignored is a model that speaks fluently and says the wr
 `load_model_config`, be known to change nothing at inference, or have a value that switches its feature off.
 """
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from pdkv.base.limits import clip
 from pdkv.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -31,7 +34,8 @@ READ = _names(
 HARMLESS = _names(
     """
     model_type transformers_version transformers.js_config tokenizer_class name_or_path license language
-    unsloth_version unsloth_fixed is_llama_config custom_pipelines paddlenlp_version
+    unsloth_version unsloth_fixed is_llama_config custom_pipelines paddlenlp_version model_name bos_token eos_token
+    pad_token unk_token output_past
     _name_or_path _commit_hash _from_auto _from_model_config _attn_implementation _attn_implementation_internal
     _attn_implementation_autoset _flash_attn_2_enabled _moe_implementation _experts_implementation
 
@@ -61,12 +65,12 @@ _ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "dynamic": frozenset({"factor"}),
-    "yarn": _names("factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
+    "yarn": _names("factor attention_factor attn_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
 }
 _WINDOW_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 _MULTIPLIER = re.compile(r"(?:^|_)(?:multiplier|scale|scaling|factor)(?:_|$)|^(?:rotary_pct|rope_percent)$|^mup_")
-_SHOWN_CHARS = 80
+_SHOWN_CHARS, _MESSAGE_CHARS = 80, 2000
 
 _Check = Callable[[Any, Mapping[str, Any]], bool]
 
@@ -110,24 +114,28 @@ _NEUTRAL: Mapping[str, _Check] = {
 """Fields with a neutral value of their own; for all, null, false, and empty ones are neutral too."""
 
 
-def check_fields(path: Path, architecture: str, values: Mapping[str, Any], *, reads_window: bool) -> None:
+def check_fields(
+    path: Path, architecture: str, values: Mapping[str, Any], ignored: Collection[str] = (), *, reads_window: bool
+) -> None:
     """Refuse what the model code would ignore although it may change what the model says.
 
     Args:
         path: of the config.json, for the message.
+        ignored: fields that are unknown, and do not matter.
         reads_window: whether the family has sliding windows (`read_windows`).
 
     Raises:
-        ModelError: names the first such field and its value.
+        ModelError: names all such fields and their values.
     """
-    for name, value in values.items():
-        if name in READ or name in HARMLESS or _is_neutral(name, value, values):
-            continue
-        if reads_window and name in _WINDOW_FIELDS:
-            continue
+    known = READ | HARMLESS | (_WINDOW_FIELDS if reads_window else frozenset())
+    unknown = [name for name, value in values.items() if name not in known and not _is_neutral(name, value, values)]
+    if dropped := [name for name in unknown if name in ignored]:
+        logger.warning("%s: ignored, as --ignore-config-fields has it: %s", path, ", ".join(dropped))
+    if rest := [name for name in unknown if name not in ignored]:
         raise ModelError(
-            f"{path}: field {_shown(name, value)} is not supported for {architecture}: its effect on the model "
-            "is not implemented, and ignoring it could give wrong tokens. If it has no effect, remove it from the file"
+            f"{path}: not supported for {architecture}, since ignoring it could give wrong tokens: "
+            f"{clip(', '.join('field ' + _shown(name, values[name]) for name in rest), _MESSAGE_CHARS)}. "
+            f"Where it does nothing: --ignore-config-fields {clip(','.join(rest), _MESSAGE_CHARS)}"
         )
 
 

@@ -5,6 +5,7 @@ runs: its later keys are rotated by other frequencies than those in the cache. H
 length, the engine's `--max-model-len`, and belong to the model's identity (docs/models.md).
 """
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -12,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 from pdkv.errors import ModelError
 from pdkv.models.config_fields import check_rope_fields
 from pdkv.models.json_fields import Fields
+
+logger = logging.getLogger(__name__)
 
 RopeKind = Literal["linear", "llama3", "dynamic", "yarn", "longrope"]
 _BETAS = (("beta_fast", 32.0), ("beta_slow", 1.0))
@@ -77,7 +80,7 @@ def read_rope(fields: Fields, architecture: str, head_size: int) -> Rope:
     kind = _kind(rope, is_phi3=is_phi3)
     if kind == "default" and any(isinstance(value, dict) for value in values.values()):
         raise ModelError(f"{fields.path}: RoPE parameters per layer type are not supported: {values!r}")
-    rotary_size = _rotary_size(rope, fields, head_size)
+    rotary_size = _rotary_size(rope, fields, head_size, is_phi3=is_phi3)
     own_length = fields.values.get("original_max_position_embeddings", _PHI3_LENGTH if is_phi3 else None)
     if own_length is not None:  # as in transformers, this field goes before that of the RoPE parameters
         rope = Fields(fields.path, {**values, "original_max_position_embeddings": own_length})
@@ -96,8 +99,12 @@ def _kind(rope: Fields, *, is_phi3: bool) -> Any:
     return kind
 
 
-def _rotary_size(rope: Fields, fields: Fields, head_size: int) -> int:
+def _rotary_size(rope: Fields, fields: Fields, head_size: int, *, is_phi3: bool) -> int:
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0 and not is_phi3:
+        logger.warning(
+            "%s: partial_rotary_factor %g counts, as in vLLM; transformers leaves it out", fields.path, partial
+        )
     size = int(head_size * partial) if 0.0 < partial <= 1.0 else 0
     if size < 2 or size % 2:
         raise ModelError(
@@ -152,7 +159,7 @@ def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
         "yarn",
         factor,
         original_max_position_embeddings=original,
-        attention_factor=_attention_factor(rope, default),
+        attention_factor=_attention_factor(rope, default) * _attn_factor(rope),
         beta_fast=beta_fast,
         beta_slow=beta_slow,
         truncate=rope.flag("truncate", True),
@@ -182,6 +189,16 @@ def _attention_factor(rope: Fields, default: float) -> float:
         raise ModelError(
             f"{rope.path}: attention_factor of the RoPE parameters must be above 0 and finite, got {value}"
         )
+    return value
+
+
+def _attn_factor(rope: Fields) -> float:
+    """YaRN's second factor, which vLLM multiplies by and transformers leaves out."""
+    value = rope.number("attn_factor", 1.0)
+    if not 0.0 < value < math.inf:
+        raise ModelError(f"{rope.path}: attn_factor of the RoPE parameters must be above 0 and finite, got {value}")
+    if value != 1.0:
+        logger.warning("%s: attn_factor %g of YaRN counts, as in vLLM; transformers leaves it out", rope.path, value)
     return value
 
 

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, Self
 
 from pdkv.base.clock import unix_time
 from pdkv.errors import ModelError
-from pdkv.models.json_fields import read_json
+from pdkv.models.json_fields import LFS_POINTER, read_json
 
 logger = logging.getLogger(__name__)
 
-_SINGLE = "model.safetensors"
+SINGLE_NAME = "model.safetensors"
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INDEX_NAME = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -112,7 +114,7 @@ class WeightFiles:
             ModelError: no weights, or a file or an index that is missing or broken; the message names it.
         """
         self.path = path
-        weight_map = _read_index(path)
+        weight_map = read_index(path)
         self.files: list[WeightFile] = []
         try:
             for name in _file_names(path, weight_map):
@@ -139,30 +141,54 @@ class WeightFiles:
         self.close()
 
 
-def _read_index(path: Path) -> dict[str, str] | None:
+def stored_dtype(path: Path) -> str | None:
+    """Of the floating-point tensors, as the first file has them; None: there are no weights, or none that float.
+
+    Raises:
+        ModelError: it has several, or a file is broken.
+    """
+    if next(path.glob("*.safetensors"), None) is None:
+        return None
+    with WeightFiles(path) as files:
+        first = files.files[0]
+    found = sorted({_DTYPES[tensor.dtype] for tensor in first.tensors if tensor.dtype in _DTYPES})
+    if len(found) > 1:
+        raise ModelError(
+            f"{path / 'config.json'}: field 'dtype' is missing, and {first.path.name} has tensors of {', '.join(found)}"
+        )
+    return found[0] if found else None
+
+
+def read_index(path: Path) -> dict[str, str] | None:
     """Tensor name -> file name; None: there is no index."""
     index = path / INDEX_NAME
     if not index.exists():
         return None
+    if (path / SINGLE_NAME).exists():
+        logger.warning("%s: as in transformers, %s is read, and not what %s names", path, SINGLE_NAME, INDEX_NAME)
+        return None
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise ModelError(f"{index}: field 'weight_map' must map tensor names to files")
-    return weight_map
+    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    if not names or any("/" in name or name.startswith(".") for name in names):
+        raise ModelError(f"{index}: field 'weight_map' must map tensor names to files of the directory")
+    return {name: str(file) for name, file in dict(weight_map or {}).items()}
 
 
 def _file_names(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[str]:
     if weight_map is None:
         names = sorted(file.name for file in path.glob("*.safetensors"))
-        if _SINGLE in names and len(names) > 1:
-            others = ", ".join(name for name in names if name != _SINGLE)
-            logger.warning("%s: without %s, %s is read alone, and not %s", path, INDEX_NAME, _SINGLE, others)
-            names = [_SINGLE]
+        if SINGLE_NAME in names and len(names) > 1:
+            others = ", ".join(name for name in names if name != SINGLE_NAME)
+            logger.warning("%s: without %s, %s is read alone, and not %s", path, INDEX_NAME, SINGLE_NAME, others)
+            names = [SINGLE_NAME]
         if not names:
-            raise ModelError(f"{path}: no *.safetensors file")
+            found = sorted({file.name for pattern in _OTHER_FORMATS for file in path.glob(pattern)})
+            hint = ", which transformers writes: save_pretrained; not read: " + ", ".join(found[:3]) if found else ""
+            raise ModelError(f"{path}: no *.safetensors file{hint}")
         return names
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not (path / name).exists():
+        if not os.path.exists(path / name):  # which says no of a name that no file can have
             raise ModelError(f"{path / INDEX_NAME} names {name}, which does not exist")
     return names
 
@@ -187,6 +213,8 @@ def _read_header(fd: int, path: Path, size: int) -> list[StoredTensor]:
     broken = f"{path}: cannot be read as safetensors"
     length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     start = _LENGTH_BYTES + length
+    if os.pread(fd, len(LFS_POINTER), 0) == LFS_POINTER:
+        raise ModelError(f"{path}: is a pointer of git-lfs to the file itself: fetch it with `git lfs pull`")
     if not 2 <= length <= _MAX_HEADER_BYTES or start > size:
         raise ModelError(f"{broken}: a header of {length} bytes in a file of {size}")
     try:

@@ -6,8 +6,8 @@ from pdkv.base.limits import clip
 from pdkv.errors import ModelError
 from pdkv.models.json_fields import Fields
 
+_UNIFORM = ("MistralForCausalLM", "Phi3ForCausalLM")
 _QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
 _SHOWN_CHARS = 80
 
 
@@ -23,10 +23,16 @@ def read_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[in
     window = _window(fields, architecture)
     types = fields.values.get("layer_types")
     if types:
-        return _by_type(fields, types, window, num_layers)
+        windows = _by_type(fields, types, window, num_layers)
+        if architecture in _UNIFORM and set(windows) != {window}:
+            raise ModelError(
+                f"{fields.path}: field 'layer_types' differs from sliding_window {window}, which {architecture} has in "
+                "every layer: transformers leaves layer_types out"
+            )
+        return windows
     first = 0
     if architecture in _QWEN and window is not None:
-        value = fields.number("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        value = fields.number("max_window_layers")
         if value < 0 or value != value // 1:
             raise ModelError(
                 f"{fields.path}: field 'max_window_layers' must be a whole number from 0 on, got {value!r}"
@@ -36,11 +42,9 @@ def read_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[in
 
 
 def _window(fields: Fields, architecture: str) -> int | None:
-    """Mistral's default is 4096, Qwen's is off, Phi-3 has the one of its file, Llama has none."""
+    """That of the file or the family's default; Llama has none, and Qwen has to use it."""
     if architecture == "LlamaForCausalLM" or (architecture in _QWEN and not fields.flag("use_sliding_window")):
         return None
-    if "sliding_window" not in fields.values and architecture != "Phi3ForCausalLM":
-        return _DEFAULT_WINDOW
     return None if fields.values.get("sliding_window") is None else fields.count("sliding_window")
 
 

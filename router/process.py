@@ -40,7 +40,7 @@ from pdkv.router.http.server.tls import TlsGate
 from pdkv.router.http.server.turnstile import Turnstile
 from pdkv.router.metrics.instruments import Instruments, make_instruments
 from pdkv.router.spec import RouterSpec
-from pdkv.text import Tokenizer
+from pdkv.text import load_tokenizer
 from pdkv.wire.cluster_key import ClusterKey
 
 logger = logging.getLogger(__name__)
@@ -110,9 +110,10 @@ def run_router(
 
     for engine in spec.engines:
         dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
-    model_config = load_model_config(spec.model)
-    sampling_defaults = read_sampling_defaults(spec.model, spec.generation_config)
-    log_sampling_defaults(spec.model, sampling_defaults)
+    model = spec.model
+    model_config = load_model_config(model.model, ignored_fields=model.ignore_config_fields)
+    sampling_defaults = read_sampling_defaults(model.model, model.generation_config)
+    log_sampling_defaults(model.model, sampling_defaults)
     limits = config.http
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(spec.engines))
     bodies = body_budget(limits)
@@ -125,7 +126,7 @@ def run_router(
     instruments = make_instruments(config.observability)
     app = create_app(
         dispatcher,
-        Tokenizer.from_dir(spec.model),
+        load_tokenizer(model),
         model_config,
         spec.served_model_names[0],
         aliases=spec.served_model_names[1:],

@@ -1,11 +1,10 @@
 """What a router is told when it starts: plain data, as JSON."""
 
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from pdkv.config import RouterConfig
+from pdkv.config import ModelFiles, RouterConfig
 from pdkv.router.engines.address import EngineAddress
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.wire.kv import Order
@@ -16,7 +15,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     router_id: str
     engines: list[EngineAddress]
-    model: Path
+    model: ModelFiles
     served_model_names: list[str]  # the first is that of answers
     policy: str = DEFAULT_POLICY
     run_dir: Path | None = None  # the launch's private directory, deleted by whoever outlives the launcher
@@ -25,7 +24,6 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
     config: RouterConfig = RouterConfig()
-    generation_config: Literal["auto", "none"] = "auto"
     logits_processors: list[str] = []  # names of those that engines have
     drain_s: float = 0.0  # how long requests may go on after SIGTERM
     cluster_key_file: Path | None = None  # of engines at tcp:// endpoints

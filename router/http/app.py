@@ -79,6 +79,7 @@ def create_app(
     `create_admin_app` takes.
 
     Args:
+        served_model_name: or several, separated by commas: the first one is that of answers and metrics.
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
         aliases: other names of the model.
         limits: bounds of bodies and of waits (default: the options').
@@ -98,6 +99,7 @@ def create_app(
     admission = admission or Admission(dispatcher)
     drain = drain or Drain(admission)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
+    served_model_name, *aliases = served_model_name.split(",")
     metrics = Metrics(dispatcher, served_model_name, instruments, admission)
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
@@ -111,6 +113,7 @@ def create_app(
         tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source),
         reasoning_parser=find_reasoning_parser(api.reasoning_parser),
         logits_processors=tuple(logits_processors),
+        takes_templates=api.trust_request_chat_template,
     )
     model = _model_provider(dispatcher, served)
     caches = CachePages(dispatcher, model, keys)

@@ -1,7 +1,7 @@
 """Configuration: frozen dataclasses layered by owner. A field's help text is the command line's and the docs'."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -53,17 +53,40 @@ def paced_part(target: str) -> Any:
     return EntryPoint("", f"pdkv.testing.{target}", "").load()
 
 
-class EngineConfig(Options):
-    """One engine."""
+class ModelFiles(Options):
+    """Which model is served, and how its directory is read."""
 
     model: Path = option(
-        DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model) or paced:PROFILE"
+        DEFAULT_MODEL,
+        "Hugging Face model directory, or ORG/NAME[@REVISION] on its hub (absent: the embedded default model), or "
+        "paced:PROFILE",
+        metavar="MODEL",
     )
     generation_config: Literal["auto", "none"] = option(
         "auto",
         "sampling defaults of requests: those of the model's generation_config.json, or none of them",
         also={"vllm": "none"},
     )
+    chat_template: Path | None = option(
+        None, "Jinja file with the chat template of all conversations, in the place of the model's own", metavar="FILE"
+    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = option(
+        "auto",
+        "how the chat template takes what turns say; auto: as it is found when the model is loaded; string: as texts; "
+        "openai: as lists of text parts",
+    )
+    ignore_config_fields: Names = option(
+        (), "fields of config.json that are ignored although their effect on the model is not known", metavar="NAME"
+    )
+
+
+MODEL_FILES = tuple(field.name for field in fields(ModelFiles))
+"""Names of the options that prefill and decode engines have in common."""
+
+
+class EngineConfig(ModelFiles):
+    """One engine."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "computation dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it",
@@ -241,6 +264,9 @@ class HttpApi(Options):
     )
     reasoning_parser: str = option(
         "none", "parser that separates reasoning from the answer; none: it stays in the text", metavar="NAME"
+    )
+    trust_request_chat_template: bool = option(
+        False, "take chat_template of requests; each is rendered by a process of its own, with 2 s of a processor"
     )
 
     @property

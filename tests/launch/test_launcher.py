@@ -103,7 +103,9 @@ def test_the_model_is_served_under_its_directorys_name_unless_told_otherwise(run
     named = LaunchConfig(served_model_name=("mine", "too"))
     assert plan(run_dir, named, config, config).router.served_model_names == ["mine", "too"]
     embedded = plan(run_dir, LaunchConfig(), EngineConfig(), EngineConfig()).router
-    assert (embedded.model, embedded.served_model_names) == (DEFAULT_MODEL, ["pdkv-default"])
+    assert (embedded.model.model, embedded.served_model_names) == (DEFAULT_MODEL, ["pdkv-default"])
+    snapshot = EngineConfig(model=Path("hub/models--ORG--Some-Model/snapshots/0123abc"))
+    assert plan(run_dir, LaunchConfig(), snapshot, snapshot).router.served_model_names == ["ORG/Some-Model"]
 
 
 def test_lengths_that_give_prefill_and_decode_other_rope_frequencies_are_refused(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_sampling_defaults_are_checked_before_anything_starts_and_are_the_router
     check_deployment(deployment(generation_config="none"))
     for source in ("auto", "none"):
         fleet = plan_fleet(deployment(generation_config=source), run_dir)
-        assert fleet.router.generation_config == source
+        assert fleet.router.model.generation_config == source
 
 
 def test_routers_of_two_launches_never_have_one_id(run_dir: RunDirectory) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from coroutines import clock, run
 
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import EngineConfig, HandoffConfig, ModelFiles
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError, IncompatiblePeers, StartupError
 from pdkv.host.memory_limits import num_oom_kills
@@ -86,7 +86,11 @@ class Deck:
             for spec in engines
         ]
         router = RouterSpec(
-            router_id="router", engines=addresses, model=Path("m"), served_model_names=["m"], policy="round_robin"
+            router_id="router",
+            engines=addresses,
+            model=ModelFiles(model=Path("m")),
+            served_model_names=["m"],
+            policy="round_robin",
         )
         fleet = Fleet(
             engines=engines, router=router, connector_target="x:Y", start_timeout_s=20.0, use_fork_server=False

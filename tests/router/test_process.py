@@ -23,6 +23,7 @@ TIMEOUT_S = 60.0
 PROGRAM = """
 import os, resource, sys
 from pathlib import Path
+from pdkv.config import ModelFiles
 from pdkv.router.engines.address import EngineAddress
 from pdkv.router.process import run_router
 from pdkv.router.spec import RouterSpec
@@ -33,7 +34,7 @@ if int(open_files):
 spec = RouterSpec(
     router_id="r",
     engines=[EngineAddress(n, n.partition("-")[0], f"ipc://{run_dir}/{n}") for n in ("prefill-0", "decode-0")],
-    model=Path(model),
+    model=ModelFiles(model=Path(model)),
     served_model_names=["small"],
     drain_s=float(drain_s),
 )

@@ -133,3 +133,102 @@ def test_variables_may_have_any_name_but_the_templates_own() -> None:
     assert (
         ChatTemplate(TEXT + "{{ turns }}", {}).render([{"role": "user", "content": "x"}], variables=names) == "<user>x2"
     )
+
+
+ASKED: dict[str, Any] = {"role": "user", "content": "run ls"}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "a.txt"}
+EACH = "{% for m in messages %}<{{ m.role }}>"
+CALLS = EACH + "{{ m.content }}{% for c in m.tool_calls or [] %}"
+
+
+def called(arguments: Any, content: Any = None) -> list[dict[str, Any]]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "exec", "arguments": arguments}}
+    return [ASKED, {"role": "assistant", "content": content, "tool_calls": [call]}, RESULT]
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [
+        (CALLS + "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endfor %}", '{"path": "é"}'),
+        (CALLS + "{{ c.function.arguments }}{% endfor %}{% endfor %}", '{"path": "é"}'),  # an object's repr is no JSON
+        (CALLS + "{{ c.function.arguments | trim }}{% endfor %}{% endfor %}", '{"path": "é"}'),
+        (CALLS + "{% if c.function.arguments is not string %}{{ raise_exception('text') }}{% endif %}"
+         "{{ c.function.arguments }}{% endfor %}{% endfor %}", '{"path": "é"}'),
+        (CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}", {"path": "é"}),
+        (CALLS + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}",
+         {"path": "é"}),
+        (CALLS + "{{ c.function | tojson }}{% endfor %}{% endfor %}", {"path": "é"}),
+    ],
+)  # fmt: skip
+def test_arguments_of_calls_have_the_form_that_the_template_wants(template: str, arguments: Any) -> None:
+    """Either form of a client's becomes it; the prompt is that of transformers for arguments in it."""
+    wanted = transformers_prompt(template, called(arguments, ""))
+    for given in ('{"path": "é"}', {"path": "é"}):
+        assert ChatTemplate(template, {}).render(called(given)) == wanted
+
+
+NOT_NONE = (
+    "{% for m in messages %}{% if m.content is not none %}<{{ m.role }}>{{ m.content }}</>{% endif %}"
+    "{% for c in m.tool_calls or [] %}<CALL>{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+IS_NONE = (  # DeepSeek-R1's: calls beside a content are left out
+    "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}<CALL>"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "form"),
+    [
+        (NOT_NONE, None, {}),
+        (IS_NONE, None, "{}"),
+        (CALLS + "{{ c.function | tojson }}{% endfor %}{% endfor %}", "", {}),
+    ],
+)
+def test_beside_calls_stands_null_where_the_template_looks_for_it(template: str, content: Any, form: Any) -> None:
+    """Else an empty text, where null would be the word None."""
+    wanted = transformers_prompt(template, called(form, content))
+    for given in (None, ""):
+        assert ChatTemplate(template, {}).render(called("{}", given)) == wanted
+    assert "Hm" in ChatTemplate(NOT_NONE, {}).render(called("{}", "Hm"))
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        (TEXT, "developer"),
+        ("{% for m in messages if m.role in ['system', 'user'] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+         "system"),
+        ("{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('role') }}{% endif %}"
+         "<{{ m.role }}>{{ m.content }}{% endfor %}", "system"),
+    ],
+)  # fmt: skip
+def test_a_developer_speaks_as_system_where_the_template_does_not_know_it(template: str, role: str) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
+    wanted = transformers_prompt(template, [{**messages[0], "role": role}, messages[1]])
+    assert ChatTemplate(template, {}).render(messages) == wanted
+
+
+def test_a_content_format_that_is_given_is_not_looked_for() -> None:
+    message = [{"role": "user", "content": "a"}]
+    assert ChatTemplate(BOTH, {}, content_format="openai").render(message) == "<user>a"
+    shows = EACH + "{{ m.content | tojson }}{% endfor %}"
+    for content_format, prompt in (("string", '<user>"a"'), ("openai", '<user>[{"type": "text", "text": "a"}]')):
+        assert ChatTemplate(shows, {}, content_format=content_format).render(message) == prompt
+    for content_format, template in (
+        ("string", LOOP),
+        ("openai", "{% for m in messages %}{{ m.content.x }}{% endfor %}"),
+    ):
+        with pytest.raises(ModelError, match="leaves out what the user says, as text"):
+            ChatTemplate(template, {}, content_format=content_format)
+
+
+def test_what_was_found_can_be_read() -> None:
+    assert str(ChatTemplate(IS_NONE, {}).forms) == (
+        "user text, system text, assistant text, tool text; arguments as text, beside null; developer has its role"
+    )
+    only_users = "{% for m in messages if m.role == 'user' %}{{ m.content[0].text }}{% endfor %}"
+    assert str(ChatTemplate(only_users, {}).forms).endswith(
+        "developer speaks as system; it leaves out: system, assistant, calls"
+    )

@@ -224,7 +224,7 @@ class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    chat_template: None = None
+    chat_template: str | None = None
     documents: Empty | None = None
     media_io_kwargs: None = None
     mm_processor_kwargs: None = None
@@ -267,7 +267,7 @@ class TokenizeChatBody(_TokenizeBody, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    chat_template: None = None
+    chat_template: str | None = None
     documents: Empty | None = None
     media_io_kwargs: None = None
     mm_processor_kwargs: None = None

@@ -1,16 +1,20 @@
 """Messages of a conversation: their bounds, and the prompt that the model's chat template makes of them."""
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from pdkv.base.limits import MAX_MESSAGES
-from pdkv.errors import InvalidRequest
+from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.http.read.bodies import ChatBody, Message, TokenizeChatBody
 from pdkv.router.http.read.body_size import Characters, check_size
 from pdkv.router.http.read.prompts import Prompt, Truncation, check_chars, encode
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
+
+MAX_TEMPLATE_CHARS = 100_000
 
 _SHOWN = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content")
 
@@ -28,9 +32,13 @@ def read_conversation(
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.chat_template is not None:
+        _check_template(body.chat_template, model)
     text = model.tokenizer.render_chat(
         [_as_mapping(message) for message in body.messages],
         tools=body.tools or None,
+        chat_template=body.chat_template,
+        bounded=True,
         variables=variables,
         **_ending(body),
     )
@@ -44,7 +52,20 @@ def read_conversation(
     return Prompt(token_ids, text)
 
 
-def _ending(body: ChatBody | TokenizeChatBody) -> dict[str, bool]:
+def _check_template(source: str, model: ServedModel) -> None:
+    """Raise InvalidRequest for a chat template that is not taken, and RequestAborted where it would stop a loop."""
+    if not model.takes_templates:
+        text = "chat_template is not taken from requests: start the server with --trust-request-chat-template"
+        raise InvalidRequest(text, param="chat_template")
+    if len(source) > MAX_TEMPLATE_CHARS:
+        text = f"chat_template must have at most {MAX_TEMPLATE_CHARS} characters, got {len(source)}"
+        raise InvalidRequest(text, param="chat_template")
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise RequestAborted("a chat template is rendered on a thread", request_id="")
+
+
+def _ending(body: ChatBody | TokenizeChatBody) -> dict[str, Any]:
     """How the prompt ends: with the beginning of an answer, if the request says nothing."""
     continues = body.continue_final_message or False
     if continues and body.add_generation_prompt:

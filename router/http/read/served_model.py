@@ -29,6 +29,7 @@ class ServedModel:
     tool_parser: type[ToolParser] | None = None
     reasoning_parser: type[ReasoningParser] | None = None
     logits_processors: tuple[str, ...] = ()  # names that requests may say
+    takes_templates: bool = False  # requests may bring chat templates
 
     @property
     def name(self) -> str:
@@ -48,6 +49,11 @@ class ServedModel:
         """Raises InvalidRequest (404) for another model's name; no name means this model."""
         if name is not None and name not in self.names:
             raise unknown_model(name, self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return (self.name, *self.aliases)
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequest for an id outside the vocabulary."""

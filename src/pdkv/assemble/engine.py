@@ -86,7 +86,11 @@ class _Plan(NamedTuple):
         proposer: Proposer | None,
     ) -> "_Plan":
         """Raises ConfigError: a model directory that is missing, broken or not supported, an unknown processor."""
-        model = resolve_fp8(config, load_model_config(config.model, config.max_model_len), resolve_device(config))
+        model = resolve_fp8(
+            config,
+            load_model_config(config.model, config.max_model_len, config.ignore_config_fields),
+            resolve_device(config),
+        )
         if handoff is not None and connector is None:
             connector = plan_connector(handoff.connector, handoff.connector_config)
         handoff = handoff or HandoffConfig()

@@ -10,6 +10,7 @@ from pdkv.cli.options import Flags, add_flags, add_vllm_flags, build, capitalize
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
 from pdkv.models.generation_config import read_sampling_defaults
+from pdkv.models.hub import with_local_model
 from pdkv.sampling.params import SamplingParams
 
 
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     sampling = sampling_flags()
     values = collect({**sampling, **flags_of(EngineConfig)}, vars(arguments), known_variables=launch_variables())
-    config = build(EngineConfig, values)
+    config = with_local_model(build(EngineConfig, values))
     asked = {name: values[name] for name in sampling if name in values}
     params = SamplingParams(**{**read_sampling_defaults(config.model, config.generation_config), **asked}).checked()
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]

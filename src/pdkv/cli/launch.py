@@ -20,7 +20,7 @@ from pdkv.cli.options import (
     variables_of,
     warn_of_given_secrets,
 )
-from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
+from pdkv.config import MODEL_FILES, EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.host.cuda_devices import count_cuda_devices
@@ -34,7 +34,7 @@ _CONCERNS: dict[str, Any] = typing.get_type_hints(RouterConfig)
 """The router's configurations."""
 
 _GROUPS = {
-    "engines": "All but --model and --generation-config can be set for one role: --prefill-tp 2, --decode-threads 4."
+    "engines": "All that is not about the model's files can be set for one role: --prefill-tp 2, --decode-threads 4."
 }
 _EXAMPLES = """\
 examples:
@@ -65,7 +65,7 @@ def flag_groups() -> dict[str, Flags]:
             help = f"{flags[name].help}; one of {', '.join(known[name])}"
             flags[name] = dataclasses.replace(flags[name], details={**flags[name].details, "help": help})
     for role in ROLES:
-        groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=("model", "generation_config"))
+        groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=MODEL_FILES)
     return dict(groups)
 
 

@@ -38,7 +38,9 @@ class LaunchConfig(Options):
         "auto", "which engine is asked first; auto: the one that the router prefers of those that the connector allows"
     )
     served_model_name: Names = option(
-        (), "the model's name in the API, and others that mean it (default: its directory's name)", metavar="NAME"
+        (),
+        "the model's name in the API, and others that mean it (default: that on the hub, or its directory's)",
+        metavar="NAME",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "minimum level of the log lines on stderr")
     start_timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = option(

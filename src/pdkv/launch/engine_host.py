@@ -18,6 +18,7 @@ from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
+from pdkv.models.hub import with_local_model
 from pdkv.wire.cluster_key import ClusterKey
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
         StartupError: a child did not become ready.
     """
     ClusterKey.read(hosted.cluster_key_file)
-    load_model_config(config.model, config.max_model_len)
+    config = with_local_model(config)
+    load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
     check_memory([(config, 1)], tiers)
 
     async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
+from pdkv.models.hub import with_local_model
 from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_key_file
 from pdkv.router.http.server.certificates import load_context
@@ -50,7 +52,7 @@ def launch(deployment: Deployment) -> int:
         ConfigError: a wrong value, found here or by a child.
         StartupError: a child did not become ready.
     """
-    check_deployment(deployment)
+    deployment = check_deployment(deployment)
 
     async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:
         fleet = plan_fleet(deployment, run_dir)
@@ -86,23 +88,28 @@ def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None
         os.close(lifeline_read)
 
 
-def check_deployment(deployment: Deployment) -> None:
-    """Refuse what can be seen to be wrong without a process. Raises ConfigError."""
+def check_deployment(deployment: Deployment) -> Deployment:
+    """Refuse what can be seen to be wrong without a process. The same with models that are here (`with_local_model`).
+
+    Raises ConfigError.
+    """
     plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
     find_policy(deployment.launch.policy)
     check_parser_names(deployment.router.api.tool_parser, deployment.router.api.reasoning_parser)
     if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
-    check_models(deployment)
     check_processors(deployment)
-    engines = [(deployment.prefill, deployment.launch.prefill), (deployment.decode, deployment.launch.decode)]
-    check_memory(engines, deployment.tiers)
     if deployment.router.access.api_key_file is not None:
         read_key_file(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:
         ClusterKey.read(deployment.launch.cluster_key_file)
     if deployment.router.tls.ssl_certfile is not None:
         load_context(deployment.router.tls)
+    prefill, decode = with_local_model(deployment.prefill), with_local_model(deployment.decode)
+    deployment = dataclasses.replace(deployment, prefill=prefill, decode=decode)
+    check_models(deployment)
+    check_memory([(prefill, deployment.launch.prefill), (decode, deployment.launch.decode)], deployment.tiers)
+    return deployment
 
 
 def check_models(deployment: Deployment) -> None:
@@ -112,8 +119,8 @@ def check_models(deployment: Deployment) -> None:
     """
     prefill, decode = deployment.prefill, deployment.decode
     read_sampling_defaults(prefill.model, prefill.generation_config)
-    rope = load_model_config(decode.model, decode.max_model_len).rope_scaling
-    other = load_model_config(prefill.model, prefill.max_model_len).rope_scaling
+    rope = load_model_config(decode.model, decode.max_model_len, decode.ignore_config_fields).rope_scaling
+    other = load_model_config(prefill.model, prefill.max_model_len, prefill.ignore_config_fields).rope_scaling
     if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
         raise ConfigError(
             f"{decode.model}: the RoPE frequencies of this model ({rope.kind} scaling) depend on --max-model-len, and "

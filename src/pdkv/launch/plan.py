@@ -16,6 +16,7 @@ from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet
+from pdkv.models.hub import hub_name
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.router.spec import RouterSpec
 
@@ -53,11 +54,10 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
             *(plan_address(spec, run_dir) for spec in engines),
             *(EngineAddress(name, "any", endpoint) for name, endpoint in launch.remote_engines.items()),
         ],
-        model=model,
+        model=deployment.prefill,
         served_model_names=list(launch.served_model_name)
-        or [_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name],
+        or [_DEFAULT_NAME if model == DEFAULT_MODEL else hub_name(model) or model.resolve().name],
         policy=launch.policy,
-        generation_config=deployment.prefill.generation_config,
         logits_processors=list(deployment.decode.logits_processors),
         run_dir=run_dir.path,
         orders=launch.orders,

@@ -19,6 +19,7 @@ from pdkv.connectors.registry import check_connector
 from pdkv.engine.outside.cache_orders import POOL
 from pdkv.engine.step_loop import make_step_loop
 from pdkv.errors import ConfigError, EngineUnavailable
+from pdkv.models.hub import with_local_model
 from pdkv.offline.interrupts import HeldInterrupts
 from pdkv.wire.messages import EngineToRouter, RouterToEngine
 from pdkv.wire.tiers import CacheOrder
@@ -136,7 +137,7 @@ def read_config(
         raise ConfigError(f"{owner}: seed: a whole number was expected, got {seed!r}")
     same_tokenizer = tokenizer is not None and Path(tokenizer) == Path(model)
     given = {"model": Path(model), "tokenizer": None if same_tokenizer else tokenizer, **fields}
-    config = from_fields(EngineConfig, given, owner=owner)
+    config = with_local_model(from_fields(EngineConfig, given, owner=owner))
     return config, *_plan_connector(connector, connector_config), seed
 
 

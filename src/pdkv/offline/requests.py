@@ -22,7 +22,7 @@ from pdkv.offline.generation import Choice, Generation
 from pdkv.offline.model_tokenizer import ModelTokenizer
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
 from pdkv.sampling.params import SamplingParams, as_type
-from pdkv.text import StopAutomaton, TextStream, Tokenizer, with_bad_word_ids
+from pdkv.text import StopAutomaton, TextStream, load_tokenizer, with_bad_word_ids
 from pdkv.wire.messages import Submit
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -55,13 +55,13 @@ class RequestMaker:
 
     def __init__(self, config: EngineConfig, seed: int | None = None) -> None:
         """`seed`: of the seeds of requests that have none."""
-        model = load_model_config(config.model)
+        model = load_model_config(config.model, ignored_fields=config.ignore_config_fields)
         self._model, self.eos_token_ids = config.model, model.eos_token_ids
         self.max_len = resolve_max_model_len(model, config.max_model_len)
         self._draw = secrets.randbits if seed is None else random.Random(seed).getrandbits
         self._defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._defaults)
-        self.tokenizer = Tokenizer.from_dir(config.model)
+        self.tokenizer = load_tokenizer(config)
 
     def get_tokenizer(self) -> ModelTokenizer:
         """The model's, by the names that transformers has."""

@@ -5,7 +5,7 @@ from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import Detokenizer
 from pdkv.text.stop_strings import StopAutomaton, StopStrings
 from pdkv.text.text_stream import TextPiece, TextStream
-from pdkv.text.tokenizer import Tokenizer
+from pdkv.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "ChatTemplate",
@@ -15,5 +15,6 @@ __all__ = [
     "TextPiece",
     "TextStream",
     "Tokenizer",
+    "load_tokenizer",
     "with_bad_word_ids",
 ]

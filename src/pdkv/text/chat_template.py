@@ -2,54 +2,24 @@
 
 import contextlib
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from typing import Any
 
 from pdkv.base.clock import unix_time
 from pdkv.errors import InvalidRequest, ModelError
-from pdkv.text.turns import Messages, as_turns, find_forms
+from pdkv.text.sandbox import REFUSALS, Render, compile_template
+from pdkv.text.turns import ContentFormat, Messages, as_turns, find_forms
 
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""Variables of templates that requests set by fields of their own."""
+_OWN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+"""Variables of templates, and what else requests set by fields of their own."""
 
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _SOME_TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
 
 _FINAL_MESSAGE_ENDS = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind the final message's content to find its end in the rendered text."""
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks an assistant's text for training; to serve, it is just its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own attribute)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja2's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ChatTemplate:
@@ -61,32 +31,30 @@ class ChatTemplate:
         special_tokens: Mapping[str, Any],
         *,
         for_tools: bool = False,
+        content_format: ContentFormat = "auto",
         now: Callable[[], datetime] = lambda: datetime.fromtimestamp(unix_time()),
+        render: Render | None = None,
     ) -> None:
-        """Compile `source`.
+        """Compile `source`, and find out what it takes.
 
         Args:
             special_tokens: variables of every rendering, such as bos_token.
             for_tools: its conversations have tools.
+            content_format: the form of what turns say; "auto": what arrives in the prompt.
             now: the clock behind strftime_now.
+            render: renders what is compiled already.
 
         Raises:
             ModelError: `source` is no valid template, or one that leaves out what a user says.
         """
         self.source = source
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda format: now().strftime(format)
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"the model's chat template is broken: {error}") from error
+            self._compiled = render or compile_template(source, now)
+        except REFUSALS as error:
+            raise ModelError(f"the chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
         self._tools = (_SOME_TOOLS, None) if for_tools else (None, _SOME_TOOLS)
-        self._forms = find_forms(self._probe)
+        self.forms = find_forms(self._probe, content_format)
 
     def _probe(self, turns: Messages) -> str | None:
         """The prompt of turns, with as little beside them as the template takes; None: it refuses them."""
@@ -126,14 +94,14 @@ class ChatTemplate:
                 raise InvalidRequest(needed, param="continue_final_message")
             messages = [*messages[:-1], {**messages[-1], "content": content + _FINAL_MESSAGE_ENDS}]
         values = {**(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
-        text = self._render(as_turns(messages, self._forms), values)
+        text = self._render(as_turns(messages, self.forms), values)
         return _cut_behind_final_message(text) if continue_final_message else text
 
     def _render(self, turns: Messages, variables: Mapping[str, Any]) -> str:
         try:
-            return self._template.render({**self._special_tokens, **variables, "messages": turns, "documents": None})
-        except _REFUSALS as error:
-            raise InvalidRequest(f"the model's chat template refuses messages: {error}", param="messages") from error
+            return self._compiled({**self._special_tokens, **variables, "messages": turns, "documents": None})
+        except REFUSALS as error:
+            raise InvalidRequest(f"the chat template refuses messages: {error}", param="messages") from error
 
 
 def _cut_behind_final_message(text: str) -> str:
@@ -141,7 +109,7 @@ def _cut_behind_final_message(text: str) -> str:
     at = text.rfind(_FINAL_MESSAGE_ENDS.rstrip())
     if at < 0:
         raise InvalidRequest(
-            "continue_final_message: the model's chat template leaves the end of the final message out",
+            "continue_final_message: the chat template leaves the end of the final message out",
             param="continue_final_message",
         )
     kept = text.startswith(_FINAL_MESSAGE_ENDS, at)

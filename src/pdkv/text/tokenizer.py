@@ -2,22 +2,33 @@
 
 import functools
 import json
+import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
-from pdkv.config import DEFAULT_MODEL, is_paced
+from pdkv.config import DEFAULT_MODEL, ModelFiles, is_paced
 from pdkv.errors import InvalidRequest, ModelError
-from pdkv.models.special_tokens import read_special_tokens, read_tokenizer_config
+from pdkv.models.directory import ModelDirectory, read_text
+from pdkv.text.bounded_template import bounded_template
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from pdkv.text.turns import Messages
+from pdkv.text.sandbox import Render
+from pdkv.text.turns import ContentFormat, Messages
+
+logger = logging.getLogger(__name__)
 
 _SHORT = 1024
 """So many tokens are decoded within a hundred microseconds."""
+
+_KEPT_TEMPLATES = 8
+"""Compiled ones, the model's among them."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -32,19 +43,22 @@ class Tokenizer:
         special_tokens: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         tool_template: str | None = None,
+        content_format: ContentFormat = "auto",
     ) -> None:
         """`special_tokens`: the names and texts that a chat template may use, such as bos_token; `tool_template`:
-        that of conversations with tools, None: the same. Raises ModelError: a template is broken.
+        that of conversations with tools, None: the same; `content_format`: as of ChatTemplate. Raises ModelError: a
+        template is broken.
         """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self.chat_template = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
-        self._tool_template = self.chat_template
+        self._content_format = content_format
+        self._compile = functools.lru_cache(_KEPT_TEMPLATES)(self._compile_template)
+        self.chat_template = self._compile(chat_template, False, content_format) if chat_template else None
+        self.tool_template = self.chat_template
         if tool_template:
-            self._tool_template = ChatTemplate(tool_template, self.special_tokens, for_tools=True)
-        self._last_template: tuple[str, bool, ChatTemplate] | None = None  # that a conversation brought
+            self.tool_template = self._compile(tool_template, True, content_format)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """They are left out of decoded text by default."""
@@ -55,24 +69,41 @@ class Tokenizer:
         self._bytes_with: dict[frozenset[str], _TokenBytes] = {}  # with some of the special tokens
 
     @classmethod
-    def from_dir(cls, path: Path) -> "Tokenizer":
+    def from_dir(
+        cls, path: Path, *, chat_template: Path | None = None, content_format: ContentFormat = "auto"
+    ) -> "Tokenizer":
         """Load tokenizer.json and what stands beside it: tokenizer_config.json, special_tokens_map.json, templates.
+
+        Args:
+            chat_template: a file in the place of the model's templates.
+            content_format: as of ChatTemplate.
 
         Raises:
             ModelError: a file is missing or broken.
         """
-        path = DEFAULT_MODEL if is_paced(path) else path
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(f"{path}: tokenizer.json is missing")
+        directory = ModelDirectory(DEFAULT_MODEL if is_paced(path) else path)
+        file = directory.path / "tokenizer.json"
+        if not file.exists():
+            raise ModelError(
+                f"{path}: tokenizer.json is missing; transformers writes one: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_str(read_text(file))
+        except ModelError:
+            raise
         except Exception as error:  # the wheel raises nothing more exact
             raise ModelError(f"{file}: broken: {error}") from error
-        config, special_tokens = read_tokenizer_config(path), read_special_tokens(path)
-        _mark_special(backend, config, special_tokens)
-        chat, tool = map(_chat_templates(path, config).get, ("default", "tool_use"))
-        return cls(backend, special_tokens=special_tokens, chat_template=chat, tool_template=tool)
+        backend = _as_transformers(backend, directory)
+        given = {} if chat_template is None else {"default": read_text(chat_template)}
+        templates = given or directory.chat_templates()
+        return cls(
+            backend,
+            special_tokens=directory.special_tokens,
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
+            content_format=content_format,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -82,7 +113,7 @@ class Tokenizer:
     @property
     def chat_template_source(self) -> str:
         """The chat template of conversations with tools as its author wrote it; empty where there is none."""
-        return self._tool_template.source if self._tool_template is not None else ""
+        return self.tool_template.source if self.tool_template is not None else ""
 
     def ids_by_text(self) -> dict[str, int]:
         """Every token's id by how the vocabulary writes it, added tokens included."""
@@ -124,36 +155,48 @@ class Tokenizer:
         messages: Messages,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: Any = None,
+        chat_template: str | None = None,
+        content_format: ContentFormat | None = None,
+        bounded: bool = False,
         **options: Any,
     ) -> str:
-        """The prompt of a conversation, special tokens included; `options` are more of `ChatTemplate.render`.
+        """The prompt of a conversation, special tokens included. Router and `LLM` have theirs from here.
 
         As in transformers and vLLM, conversations with tools have the template "tool_use", where there is one.
 
         Args:
-            chat_template: the text of another one than the model's.
+            tools: functions that the template may describe.
+            chat_template: one in the place of the model's.
+            content_format: another one than that of the model's template.
+            bounded: `chat_template` is a stranger's: it is rendered within bounds of time and memory.
+            options: more of `ChatTemplate.render`.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses the messages; `chat_template` is broken.
+            InvalidRequest: there is no chat template, it is broken, or it refuses the messages.
         """
-        if chat_template is not None:
-            return self._other_template(chat_template, bool(tools)).render(messages, tools=tools, **options)
-        chosen = self._tool_template if tools else self.chat_template
-        if chosen is None:
-            kind = "chat template" if self._tool_template is None else "chat template without tools"
-            raise InvalidRequest(f"the model has no {kind}: use /v1/completions", param="messages")
-        return chosen.render(messages, tools=tools, **options)
+        template = self.tool_template if tools else self.chat_template
+        if chat_template is None and template is None:
+            kind = "chat template" if self.tool_template is None else "chat template without tools"
+            raise InvalidRequest(f"the model has no {kind}: use completions, or --chat-template FILE", param="messages")
+        form, source = content_format or self._content_format, chat_template
+        if source is None and form != self._content_format:
+            assert template is not None
+            source = template.source
+        try:
+            if source is not None and bounded:
+                with bounded_template(source) as render:
+                    given = self._compile_template(source, bool(tools), form, render)
+                    return given.render(messages, tools=tools, **options)
+            template = template if source is None else self._compile(source, bool(tools), form)
+        except (ModelError, jinja2.TemplateError) as error:
+            raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
+        assert template is not None
+        return template.render(messages, tools=tools, **options)
 
-    def _other_template(self, source: str, for_tools: bool) -> ChatTemplate:
-        last = self._last_template
-        if last is None or last[:2] != (source, for_tools):
-            try:
-                last = source, for_tools, ChatTemplate(source, self.special_tokens, for_tools=for_tools)
-            except ModelError as error:
-                raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
-            self._last_template = last
-        return last[2]
+    def _compile_template(
+        self, source: str, for_tools: bool, form: ContentFormat, render: Render | None = None
+    ) -> ChatTemplate:
+        return ChatTemplate(source, self.special_tokens, for_tools=for_tools, content_format=form, render=render)
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for an id that it lacks."""
@@ -218,6 +261,17 @@ class Tokenizer:
         return twice[len(once) :].encode()
 
 
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer that options ask for; says once how its chat templates take turns. Raises ModelError."""
+    tokenizer = Tokenizer.from_dir(
+        files.model, chat_template=files.chat_template, content_format=files.chat_template_content_format
+    )
+    for name, template in (("default", tokenizer.chat_template), ("of tools", tokenizer.tool_template)):
+        if template is not None:
+            logger.info("chat template %s: %s", name, template.forms)
+    return tokenizer
+
+
 class _TokenBytes(dict[int, bytes]):
     """Bytes by token id, filled on first use: a vocabulary of 150,000 costs nothing at start."""
 
@@ -241,6 +295,65 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+_STEPS = ("normalizer", "pre_tokenizer", "decoder")
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _as_transformers(backend: tokenizers.Tokenizer, directory: ModelDirectory) -> tokenizers.Tokenizer:
+    """The tokenizer that transformers makes of a tokenizer.json and the files beside it; warns of what it changes."""
+    name, config = directory.tokenizer_class, directory.tokenizer_config
+    before = backend
+    if name is not None:
+        backend = _rebuilt(backend, name, config)
+        steps = {part: [getattr(each, part) for each in (before, backend)] for part in _STEPS}
+        parts = [part for part, both in steps.items() if len({each and each.__getstate__() for each in both}) > 1]
+        if parts:
+            logger.warning(
+                "%s: as in transformers, %s of tokenizer.json gives way to that of %s",
+                directory.path, " and ".join(parts), name,
+            )  # fmt: skip
+    size = directory.config.values.get("vocab_size") if (directory.path / "config.json").exists() else None
+    room = size if isinstance(size, int) else sys.maxsize
+    missing = {text for text, number in directory.new_ids.items() if number >= room}
+    for texts, what in ((missing, "the model has no room for"), ({*directory.new_ids} - missing, "transformers adds")):
+        if texts:
+            shown = ", ".join(sorted(texts))
+            logger.warning("%s: tokenizer.json lacks special tokens, which %s: %s", directory.path, what, shown)
+    tokens = [token for token in directory.added_tokens if token.content not in missing]
+    for token in tokens:
+        flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "special")}
+        flags |= {} if token.normalized is None else {"normalized": token.normalized}
+        backend.add_tokens([tokenizers.AddedToken(token.content, **flags)])
+    backend.encode_special_tokens = config.get("split_special_tokens") is True
+    return backend
+
+
+def _rebuilt(written: tokenizers.Tokenizer, name: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """What a class of transformers makes of a tokenizer.json: its vocabulary, with the class's own steps around it."""
+    model, spaced = written.model, config.get("add_prefix_space")
+    model.unk_token, model.dropout, model.ignore_merges = None, None, False
+    model.continuing_subword_prefix, model.end_of_word_suffix = ("", "") if name != "LlamaTokenizer" else (None, None)
+    model.fuse_unk = model.byte_fallback = name == "LlamaTokenizer"
+    backend = tokenizers.Tokenizer(model)
+    backend.post_processor = written.post_processor
+    if name == "LlamaTokenizer":
+        spaced = spaced is not False
+        scheme = ("always" if config.get("legacy") else "first") if spaced else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if spaced else [])])
+        return backend
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(spaced), use_regex=name != "Qwen2Tokenizer")
+    backend.pre_tokenizer, backend.decoder = by_bytes, decoders.ByteLevel()
+    if name == "Qwen2Tokenizer":
+        backend.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_SPLIT), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])
+    return backend
+
+
 def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
     """Type names of the decoder's steps, in order."""
     if backend.decoder is None:
@@ -248,40 +361,3 @@ def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
     state = json.loads(backend.decoder.__getstate__())
     steps = state.get("decoders", [state])
     return [step["type"] for step in steps]
-
-
-def _mark_special(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> None:
-    """Mark what only the files beside tokenizer.json call special, where the vocabulary has it."""
-    texts = {token for token in special_tokens.values() if isinstance(token, str)}
-    texts.update(special_tokens.get("additional_special_tokens", ()))
-    listed = config.get("added_tokens_decoder")
-    entries = [entry for entry in listed.values() if isinstance(entry, dict)] if isinstance(listed, dict) else []
-    texts.update(entry["content"] for entry in entries if entry.get("special") and "content" in entry)
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    backend.add_special_tokens(sorted(text for text in texts - known if backend.token_to_id(text) is not None))
-
-
-def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name: those in files of their own, else those in tokenizer_config.json. Raises ModelError: one is no text."""
-    main = path / "chat_template.jinja"
-    files = {"default": main} if main.is_file() else {}
-    files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
-    if files:
-        return {name: _read_text(file) for name, file in files.items()}
-    listed = config.get("chat_template")
-    if listed is None or isinstance(listed, str):
-        return {} if listed is None else {"default": listed}
-    try:
-        named = {entry["name"]: entry["template"] for entry in listed}
-    except (TypeError, KeyError):
-        named = {"": None}
-    if not all(isinstance(name, str) and isinstance(template, str) for name, template in named.items()):
-        raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts")
-    return named
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: {error}") from error

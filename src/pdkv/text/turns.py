@@ -5,8 +5,10 @@ expect: text or parts as the template takes them (`find_forms`), arguments as ob
 """
 
 import contextlib
+import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -15,6 +17,13 @@ from pdkv.errors import InvalidRequest, ModelError
 
 Messages = Sequence[Mapping[str, Any]]
 
+ContentFormat = Literal["auto", "string", "openai"]
+"""The form of what turns say: what the template takes, texts, or lists of text parts."""
+
+
+Arguments = Literal["object", "text"]
+"""The form of a call's arguments: an object, or its JSON text."""
+
 
 class TurnForm(NamedTuple):
     """How a template takes what the turns of a role say."""
@@ -22,9 +31,31 @@ class TurnForm(NamedTuple):
     text: bool = True  # a text as it is; False: as a list of one part
     parts: bool = False  # several text parts as they are; False: joined to one text by newlines, as in vLLM
 
+    def __str__(self) -> str:
+        return ("text" if self.text else "parts") + (" or parts" if self.text and self.parts else "")
 
-TurnForms = Mapping[str, TurnForm]  # by role; those that are not named have the form of "tool"
-_MARKERS = ("firstmarker", "secondmarker")
+
+class TurnForms(NamedTuple):
+    """How a template takes turns."""
+
+    roles: Mapping[str, TurnForm]  # those that are not named have the form of "tool"
+    arguments: Arguments = "object"  # of calls
+    null: bool = False  # an assistant's turn that only calls has null as its content; False: an empty text
+    developer: bool = True  # the role is known; False: its turns are the system's
+    left_out: tuple[str, ...] = ()  # what does not arrive in a prompt
+
+    def __str__(self) -> str:
+        roles = ", ".join(f"{role} {form}" for role, form in self.roles.items())
+        calls = f"arguments as {self.arguments}, beside {'null' if self.null else 'an empty text'}"
+        lost = f"; it leaves out: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{roles}; {calls}; developer {'has its role' if self.developer else 'speaks as system'}{lost}"
+
+
+_FIRST, _SECOND = "firstmarker", "secondmarker"
+_A_CALL = {"id": "call00001", "function": {"name": "f", "arguments": {_FIRST: _SECOND}}}
+_PYTHON = repr({_FIRST: _SECOND})  # what an object becomes where a text was expected
+_ARGUMENTS: tuple[Arguments, ...] = ("object", "text")
+_FIXED: Mapping[str, TurnForm] = {"string": TurnForm(), "openai": TurnForm(text=False, parts=True)}
 
 
 def as_turns(messages: Messages, forms: TurnForms) -> list[dict[str, Any]]:
@@ -36,54 +67,94 @@ def as_turns(messages: Messages, forms: TurnForms) -> list[dict[str, Any]]:
     return [_turn(message, forms, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def find_forms(render: Callable[[Messages], str | None]) -> TurnForms:
+def find_forms(render: Callable[[Messages], str | None], content_format: ContentFormat = "auto") -> TurnForms:
     """How a template takes turns, by conversations of marked words.
 
     Args:
         render: the prompt of turns; None: the template refuses them.
+        content_format: the form of what all turns say, where it is not to be found.
 
     Raises:
         ModelError: the template takes a user's turn, and leaves out what it says.
     """
-    user = _form_of(lambda content: render([_said("user", content)]), TurnForm())
+    fixed = _FIXED.get(content_format)
+    user = _form_of(lambda content: render([_said("user", content)]), TurnForm(), fixed)
     if user is None:
+        shape = {"string": "as text", "openai": "as text parts"}.get(content_format, "as text and as text parts")
         wanted = "repair the template, or remove it to serve completions alone"
-        raise ModelError(
-            f"the model's chat template leaves out what the user says, as text and as text parts: {wanted}"
-        )
-    other, asks = TurnForm(text=user.text), _said("user", "x" if user.text else [_part("x")])
-    system = _form_of(lambda content: render([_said("system", content), asks]), other)
-    assistant = _form_of(lambda content: render([asks, _said("assistant", content), asks]), other)
-    return {"user": user, "system": system or other, "assistant": assistant or other, "tool": other}
+        raise ModelError(f"the chat template leaves out what the user says, {shape}: {wanted}")
+    other = TurnForm(text=user.text) if fixed is None else fixed
+    asks = _said("user", _as_form("x", other))
+    system = _form_of(lambda content: render([_said("system", content), asks]), other, fixed)
+    assistant = _form_of(lambda content: render([asks, _said("assistant", content), asks]), other, fixed)
+    forms = {"user": user, "system": system or other, "assistant": assistant or other, "tool": other}
+    developer = _FIRST in (render([_said("developer", _as_form(_FIRST, other)), asks]) or "")
+    calls = _call_form(render, asks, forms["assistant"])
+    found = {"system": system, "assistant": assistant, "calls": calls}
+    return TurnForms(forms, *(calls or ("object", False)), developer, tuple(name for name in found if not found[name]))
+
+
+def _call_form(
+    render: Callable[[Messages], str | None], asks: Mapping[str, Any], form: TurnForm
+) -> tuple[Arguments, bool] | None:
+    """The form of calls and whether null stands beside them; None: they do not arrive in either form."""
+    prompts: dict[tuple[str, bool], str] = {}
+    for kind, null in itertools.product(_ARGUMENTS, (False, True)):
+        call = _tool_call(_A_CALL, kind, "")
+        turn = {**_said("assistant", None if null else _as_form("", form)), "tool_calls": [call]}
+        result = {**_said("tool", _as_form("x", form)), "tool_call_id": call["id"], "name": "f"}
+        prompt = render([asks, turn, result]) or ""
+        if _FIRST in prompt and _SECOND in prompt and _PYTHON not in prompt:
+            prompts[kind, null] = prompt
+    for kind in _ARGUMENTS:
+        empty, alone = prompts.get((kind, False)), prompts.get((kind, True))
+        if alone is not None and (empty is None or len(alone) < len(empty)):  # else an empty turn stands beside it
+            return kind, True
+        if empty is not None:
+            return kind, False
+    return None
 
 
 def _said(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _form_of(render: Callable[[Any], str | None], refused: TurnForm) -> TurnForm | None:
+def _as_form(text: str, form: TurnForm) -> Any:
+    return text if form.text else [_part(text)]
+
+
+def _form_of(render: Callable[[Any], str | None], refused: TurnForm, fixed: TurnForm | None) -> TurnForm | None:
     """Of the role whose content `render` is given; `refused` if it takes none; None: what it says does not arrive."""
-    first, second = _MARKERS
-    text, part = render(first), render([_part(first)])
-    several = render([_part(first), _part(second)]) or ""
+    text, part = render(_FIRST), render([_part(_FIRST)])
+    if fixed is not None:
+        prompt, other = (text, part) if fixed.text else (part, text)
+        return fixed if _FIRST in (prompt or "") or prompt is other is None else None
+    several = render([_part(_FIRST), _part(_SECOND)]) or ""
     if text is None and part is None:
         return refused
-    takes_text = first in (text or "")
-    takes_part = part == text if takes_text else first in (part or "")  # a list may also arrive as its repr
+    takes_text = _FIRST in (text or "")
+    takes_part = part == text if takes_text else _FIRST in (part or "")  # a list may also arrive as its repr
     if not takes_text and not takes_part:
         return None
-    return TurnForm(takes_text, takes_part and first in several and second in several)
+    return TurnForm(takes_text, takes_part and _FIRST in several and _SECOND in several)
 
 
 def _turn(message: Mapping[str, Any], forms: TurnForms, at: str) -> dict[str, Any]:
     turn = {name: value for name, value in message.items() if value is not None or name == "content"}
     role, content, calls = str(turn.get("role")), turn.get("content"), turn.pop("tool_calls", ())
-    said = "" if content is None and role == "assistant" else content
-    turn["content"] = _content(said, forms.get(role, forms["tool"]), f"{at}.content")
+    if role == "developer" and not forms.developer:
+        role = turn["role"] = "system"
     if not isinstance(calls, list | tuple):
         raise _wrong(f"{at}.tool_calls", "a list of calls", calls)
+    if calls and not content and forms.null:
+        turn["content"] = None
+    else:
+        said = "" if content is None and role == "assistant" else content
+        turn["content"] = _content(said, forms.roles.get(role, forms.roles["tool"]), f"{at}.content")
     if calls:
-        turn["tool_calls"] = [_tool_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        turn["tool_calls"] = [
+            _tool_call(call, forms.arguments, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
     thoughts = turn.get("reasoning", turn.get("reasoning_content"))
     if thoughts is not None:
         turn["reasoning"] = turn["reasoning_content"] = thoughts
@@ -111,17 +182,19 @@ def _text(part: Any, at: str) -> str:
     return text
 
 
-def _tool_call(call: Any, at: str) -> dict[str, Any]:
+def _tool_call(call: Any, kind: Arguments, at: str) -> dict[str, Any]:
     """Without its place in a stream."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _wrong(at, "a call such as {'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}", call)
     arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
+    if not isinstance(arguments, str | Mapping):
+        raise _wrong(f"{at}.function.arguments", "a JSON text or an object", arguments)
+    if kind == "text":
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
         with contextlib.suppress(msgspec.DecodeError, RecursionError):  # else it is shown as the model once wrote it
             arguments = msgspec.json.decode(arguments)
-    elif not isinstance(arguments, Mapping):
-        raise _wrong(f"{at}.function.arguments", "a JSON text or an object", arguments)
     rest = {name: value for name, value in call.items() if value is not None and name != "index"}
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
 

@@ -4,3 +4,4 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "support"))  # what harnesses share with tests
+sys.path.append(str(Path(__file__).parents[3]))  # for `tests`

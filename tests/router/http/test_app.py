@@ -5,11 +5,12 @@ import json
 import math
 import subprocess
 import sys
+from typing import cast
 
 import pytest
 from asgi_client import Exchange, begin, call, run
 from fake_dispatcher import FakeDispatcher, say, tokens
-from small_app import MAX_MODEL_LEN, MODEL, ids, make_app
+from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, model_config, tokenizer
 from starlette.types import Message
 
 from pdkv.config import HttpLimits
@@ -22,6 +23,8 @@ from pdkv.errors import (
     RequestFailed,
     RequestTimeout,
 )
+from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.router.http.app import create_app
 from pdkv.router.http.read.text_pool import INLINE_BYTES
 from pdkv.testing import VirtualClock
 from pdkv.text import Tokenizer
@@ -54,6 +57,19 @@ def test_models() -> None:
     assert (status, same | {"created": 0}) == (200, card | {"created": 0}), "each app was made at a time of its own"
     status, body = get(dispatcher, "/v1/models/org/other")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_model_of_several_names_has_the_first_one_in_answers() -> None:
+    dispatcher = FakeDispatcher(say(ids("x")))
+    app = create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), "ORG/a,b")
+    listed = run(call(app, "GET", "/v1/models", None)).json()["data"]
+    assert [card["id"] for card in listed] == ["ORG/a", "b"]
+    for name in ("ORG/a", "b"):
+        assert run(call(app, "GET", f"/v1/models/{name}", None)).json()["id"] == name
+        reply = run(call(app, "POST", "/v1/completions", {"model": name, "prompt": "x", "max_tokens": 1}))
+        assert (reply.status, reply.json()["model"]) == (200, "ORG/a")
+    reply = run(call(app, "POST", "/v1/completions", {"model": "c", "prompt": "x"}))
+    assert (reply.status, "this server has 'ORG/a', 'b'" in reply.json()["error"]["message"]) == (404, True)
 
 
 def test_engines_with_less_room_make_the_models_length_less() -> None:

@@ -1,5 +1,6 @@
 """Fields of vLLM and of newer OpenAI clients: what they do, and which values of the others are accepted."""
 
+import re
 from typing import Any
 
 import pytest
@@ -220,6 +221,27 @@ def prompt_of(**fields: Any) -> str:
 )
 def test_the_template_is_given_all_of_a_conversation(fields: dict[str, Any], prompt: str) -> None:
     assert prompt_of(**fields) == prompt
+
+
+def test_a_chat_template_of_a_request_is_taken_where_the_server_trusts_requests() -> None:
+    """Rendered beside the event loop; its mistakes and its bounds are the request's."""
+    trusting = {"api": HttpApi(trust_request_chat_template=True)}
+    template = "{% for m in messages %}<{{ m.content[0].text }}>{% endfor %}"
+    dispatcher = answering()
+    body = {"model": MODEL, "messages": USER, "chat_template": template}
+    assert send(dispatcher, CHAT, body, **trusting).status == 200
+    assert tokenizer().decode(dispatcher.requests[0].prompt_token_ids) == "<Hello>"
+    tokenized = send(answering(), "/tokenize", body, **trusting).json()
+    assert tokenized["tokens"] == dispatcher.requests[0].prompt_token_ids
+    for given, says in (
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages.__class__.__mro__ }}" + template, "unsafe"),
+        ("{{ 'a' * 1000000000 }}" + template, "memory|MemoryError"),
+        ("x" * 100_001, "at most 100000 characters, got 100001"),
+    ):
+        reply = send(answering(), CHAT, body | {"chat_template": given}, **trusting)
+        assert reply.status == 400
+        assert re.search(says, reply.json()["error"]["message"])
 
 
 # --- neutral values and labels ------------------------------------------------------------------------------------
