@@ -66,10 +66,11 @@ class _Warm:
         self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._environment = {**ENVIRONMENT, **os.environ, MARK: _UNMARKED}
         self._lock = threading.Lock()
+        path = [*sys.path, os.environ.get("PYTHONPATH")]  # which a test may have set behind this interpreter's start
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(there.fileno())],
             pass_fds=[there.fileno()],
-            env={**self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**self._environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
         there.close()
         self._control.settimeout(120.0)
