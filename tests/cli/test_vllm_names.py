@@ -124,7 +124,7 @@ def test_a_command_line_of_vllm_is_read(arguments: list[str], check: Any, comman
             {"PDKV_TENSOR_PARALLEL_SIZE": "x"},
             "PDKV_TENSOR_PARALLEL_SIZE: a whole number of at least 1 was expected",
         ),
-        ([], {"PDKV_REVISION": "main"}, "PDKV_REVISION main is not supported: models are local directories"),
+        ([], {"PDKV_REVISION": "main"}, "PDKV_REVISION main is not supported: a revision is part of the model's name"),
         (["--tensor-parallel-size", "9" * 40], {}, "--tensor-parallel-size: a whole number of at least 1 was expected"),
         (["--max-model-len", "1.5K"], {}, "--max-model-len: a whole number of at least 1 was expected, got '1.5K'"),
         (["--max-model-len", "auto"], {}, "--max-model-len: a whole number of at least 1 was expected, got 'auto'"),
