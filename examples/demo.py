@@ -8,6 +8,7 @@ answer is right, decode computed no prompt token, and the launch ended cleanly.
 
 import argparse
 import concurrent.futures
+import http.client
 import json
 import re
 import signal
@@ -17,8 +18,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-import httpx
 from default_model.recall import RecallQuestion, make_question
 
 READY_TIMEOUT_S = 120.0
@@ -48,7 +49,7 @@ class Answer:
 
 @contextmanager
 def launched(num_prefill: int, num_decode: int) -> Iterator[str]:
-    """`pd launch` on any free port; yields its URL and ends it as Ctrl-C would.
+    """`pd launch` on any free port; yields its address and ends it as Ctrl-C would.
 
     Raises:
         RuntimeError: it did not become ready, or did not end cleanly.
@@ -60,7 +61,7 @@ def launched(num_prefill: int, num_decode: int) -> Iterator[str]:
     try:
         assert process.stdout is not None
         line = watchdog.submit(process.stdout.readline).result(READY_TIMEOUT_S)
-        ready = re.match(r"ready: (http://\S+)", line)
+        ready = re.match(r"ready: http://(\S+)", line)
         if ready is None:
             raise RuntimeError(f"pd launch did not become ready; it said {line!r}")
         print(line, end="")
@@ -73,9 +74,30 @@ def launched(num_prefill: int, num_decode: int) -> Iterator[str]:
         raise RuntimeError(f"pd launch ended with exit code {code}")
 
 
-def ask(client: httpx.Client, question: RecallQuestion, kind: str) -> Answer:
+@contextmanager
+def requested(address: str, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+    """The answer to a POST of `body`, or without one to a GET.
+
+    Raises:
+        RuntimeError: its status is not 200.
+    """
+    connection = http.client.HTTPConnection(address, timeout=REQUEST_TIMEOUT_S)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"HTTP {response.status}: {response.read().decode()}")
+        yield response
+    finally:
+        connection.close()
+
+
+def ask(address: str, question: RecallQuestion, kind: str) -> Answer:
     """Stream one question and time its tokens."""
-    body = {"model": "pdkv-default", "temperature": 0, "max_tokens": 12, "stream": True}
+    body: dict[str, Any] = {"model": "pdkv-default", "temperature": 0, "max_tokens": 12, "stream": True}
     body["stream_options"] = {"include_usage": True}
     if kind == "chat":
         path, body["messages"] = "/v1/chat/completions", question.messages
@@ -83,13 +105,11 @@ def ask(client: httpx.Client, question: RecallQuestion, kind: str) -> Answer:
         path, body["prompt"] = "/v1/completions", question.prompt
     text, usage, stamps = "", {}, []
     start = time.perf_counter()
-    with client.stream("POST", path, json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"HTTP {response.status_code}: {response.read().decode()}")
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
+    with requested(address, path, body) as response:
+        for line in response:
+            if not line.startswith(b"data: {"):
                 continue
-            event = json.loads(line.removeprefix("data: "))
+            event = json.loads(line.removeprefix(b"data: "))
             if "error" in event:
                 raise RuntimeError(f"the stream broke: {event['error']}")
             usage = event.get("usage") or usage
@@ -110,10 +130,12 @@ def ask(client: httpx.Client, question: RecallQuestion, kind: str) -> Answer:
     )
 
 
-def read_metrics(client: httpx.Client) -> dict[str, float]:
+def read_metrics(address: str) -> dict[str, float]:
     """What the engines counted: prompt tokens of decode by source, and bytes received."""
     totals: dict[str, float] = {}
-    for line in client.get("/metrics").text.splitlines():
+    with requested(address, "/metrics") as response:
+        lines = response.read().decode().splitlines()
+    for line in lines:
         match = re.match(r'pdkv_engine_prompt_tokens_total\{.*role="decode",source="(\w+)"\} (\S+)', line)
         if match:
             totals[match.group(1)] = totals.get(match.group(1), 0.0) + float(match.group(2))
@@ -150,13 +172,12 @@ def main() -> int:
     questions = [make_question(seed, 3 + 5 * (seed % 6)) for seed in range(args.questions)]
     kinds = ["chat" if seed % 3 == 2 else "completion" for seed in range(args.questions)]
     start = time.perf_counter()
-    with launched(args.prefill, args.decode) as url:
+    with launched(args.prefill, args.decode) as address:
         print(f"ready after {time.perf_counter() - start:.1f} s; asking {args.questions} questions, four at a time")
-        with httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S) as client:
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                answers = list(pool.map(lambda pair: ask(client, *pair), zip(questions, kinds, strict=True)))
-            answers.append(ask(client, questions[0], kinds[0]))  # once more: the prompt is in the caches now
-            metrics = read_metrics(client)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda pair: ask(address, *pair), zip(questions, kinds, strict=True)))
+        answers.append(ask(address, questions[0], kinds[0]))  # once more: the prompt is in the caches now
+        metrics = read_metrics(address)
     show(answers, metrics)
     computed = metrics["computed"] + metrics["recomputed"]
     return 0 if all(a.right for a in answers) and computed == 0 else 1

@@ -74,8 +74,8 @@ def create_app(
     operations: Operations | None = None,
     instruments: Instruments = NO_INSTRUMENTS,
 ) -> Starlette:
-    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state.caches` is what
-    `create_admin_app` takes.
+    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state` has the
+    `caches` and `figures` that `create_admin_app` takes.
 
     Args:
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
@@ -147,7 +147,7 @@ def create_app(
         middleware=[Middleware(AccessLogged), *_middleware(keys, access or AccessConfig())],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
-    app.state.caches = caches
+    app.state.caches, app.state.figures = caches, metrics.figures
     return app
 
 

@@ -95,6 +95,9 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML or JSON file of option names and values")
+    parser.add_argument(
+        "--check", action="store_true", help="only check the options, the model and the memory they need; start nothing"
+    )
     for title, flags in flag_groups().items():
         shown = any(flag.help is not None for flag in flags)
         group = parser.add_argument_group(title, _GROUPS.get(title)) if shown else parser
@@ -170,10 +173,10 @@ def launch_variables() -> set[str]:
 def run(arguments: argparse.Namespace) -> int:
     """Run `pd launch`."""
     deployment = read_deployment(arguments)
-    from pdkv.launch.launcher import launch
+    from pdkv.launch.launcher import check, launch
     from pdkv.launch.logs import configure_logging
 
     configure_logging("launcher", deployment.launch.log_level, deployment.router.observability.log_format)
     warn_of_secrets(CONNECTOR_CONFIG, arguments.connector_config or ())
     warn_of_secrets("--kv-store", [arguments.kv_store or ""])
-    return launch(deployment)
+    return check(deployment) if arguments.check else launch(deployment)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
+from pdkv.kernels.compiled import any_built
 from pdkv.launch.config import Deployment
 from pdkv.launch.control import ControlServer
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
@@ -60,8 +62,35 @@ def launch(deployment: Deployment) -> int:
             await _serve(deployment, fleet, run_dir, host_memory, listener, lifeline_fd)
 
     with listen(deployment.launch.host, deployment.launch.port) as listener:
+        advise(deployment, listener)
         run_supervised(serve)
     return 0
+
+
+def check(deployment: Deployment) -> int:
+    """Refuse what `launch` would refuse before it starts a process, and say what it would start; returns the exit code.
+
+    Raises:
+        ConfigError: a wrong value.
+    """
+    from pdkv.engine.worker.executor import describe_pool  # with torch, which takes seconds
+
+    check_deployment(deployment)
+    listen(deployment.launch.host, deployment.launch.port).close()
+    with RunDirectory() as run_dir:
+        fleet = plan_fleet(deployment, run_dir)
+    engines = [f"  {e.name}: {e.config.threads} CPU threads, {describe_pool(e.config)}" for e in fleet.engines]
+    print(f"{deployment.shape}: {fleet.router.served_model_name} from {deployment.prefill.model}", *engines, sep="\n")
+    return 0
+
+
+def advise(deployment: Deployment, listener: socket.socket) -> None:
+    """Warn of what is allowed and seldom meant."""
+    if not any_built():
+        logger.warning("compiled kernels are absent: torch computes instead, slower on CPUs (docs/cpu.md)")
+    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    if not address.is_loopback and deployment.router.access.api_key_file is None:
+        logger.warning("%s can be reached from other hosts, and --api-key-file is not given: all may use it", address)
 
 
 def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None]]) -> None:
