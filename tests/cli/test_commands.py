@@ -74,7 +74,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ([], "COMMAND"),
         (
             ["serve"],
-            "unknown command 'serve'; known: launch, engine, engines, drain, resume, role, status, stop, cache, scale, rest",
+            "unknown command 'serve'; known: launch, engine, engines, drain, resume, role, status, stop, cache, scale",
         ),
         (["cache", "find"], "'find'; known: lookup, clear, pin, unpin, prefetch, move"),
         (["cache", "move", "--tokens", "1"], "the following arguments are required: --from, --tier"),
@@ -140,6 +140,8 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         (["generate", "--stop-token-ids", "x", "--", "y"], "--stop-token-ids: whole numbers were expected"),
         (["generate", "--model", "no/such/dir", "x"], "model directory no/such/dir does not exist"),
         (["connector", "remove"], "'remove'"),
+        (["launch", "--decode-max-model-len", "5000"], "max_model_len 5000 exceeds the model's 4096 positions"),
+        (["launch", "--prefill-tp", "3"], "4 key-value heads cannot be divided among 3 ranks"),
         (["launch", "--check", "--max-model-len", "5000"], "max_model_len 5000 exceeds the model's 4096 positions"),
         (["launch", "--check", "--tp", "3"], "4 key-value heads cannot be divided among 3 ranks"),
         (

@@ -25,8 +25,9 @@ from pdkv.launch.plan import check_memory, plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
-from pdkv.models.config import load_model_config
+from pdkv.models.config import load_model_config, resolve_max_model_len
 from pdkv.models.generation_config import read_sampling_defaults
+from pdkv.models.shard import Shard
 from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_key_file
 from pdkv.router.http.server.certificates import load_context
@@ -135,12 +136,17 @@ def check_deployment(deployment: Deployment) -> None:
 
 
 def check_models(deployment: Deployment) -> None:
-    """Refuse a model that is not computed, and lengths that give prefill and decode different ones. Raises ConfigError.
+    """Refuse a model that is not computed, ranks that cannot share its heads, lengths beyond its positions, and lengths
+    that give prefill and decode different frequencies. Raises ConfigError.
 
     KV is of no use to an engine that rotates queries by other frequencies than its keys were rotated by.
     """
     prefill, decode = deployment.prefill, deployment.decode
     read_sampling_defaults(prefill.model, prefill.generation_config)
+    for config in [prefill, decode] if deployment.launch.prefill else [decode]:
+        model = load_model_config(config.model, config.max_model_len)
+        resolve_max_model_len(model, config.max_model_len)
+        Shard(0, config.tp).heads(model.num_kv_heads)
     rope = load_model_config(decode.model, decode.max_model_len).rope_scaling
     other = load_model_config(prefill.model, prefill.max_model_len).rope_scaling
     if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
