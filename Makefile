@@ -66,9 +66,10 @@ lint: install
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow" --check -q -r fE
 
-# Whole files go to the processes, the longest first (tests/conftest.py). They start hundreds of interpreters, which keep
-# what they compile although PYTHONDONTWRITEBYTECODE may be set here.
-test: export PYTHONDONTWRITEBYTECODE =
+# Interpreters by the dozen keep what they compile, although PYTHONDONTWRITEBYTECODE may be set here.
+demo serve test: export PYTHONDONTWRITEBYTECODE =
+
+# Whole files go to the processes, the longest first (tests/conftest.py).
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu and not slow"
 
