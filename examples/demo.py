@@ -1,7 +1,8 @@
 """Launch 2 prefill and 4 decode engines on the embedded model, ask them questions over HTTP, show what happened.
 
-Each prompt names codes and asks for one of them: a right answer means that the KV arrived. Exits with 0 only if every
-answer is right, decode computed no prompt token, and the launch ended cleanly.
+Each prompt names codes and asks for one of them: a right answer means that the KV arrived. Then a tool is called, and
+JSON is written by a schema. Exits with 0 only if every answer is right, decode computed no prompt token, and the launch
+ended cleanly.
 
     python examples/demo.py [--questions 12] [--prefill 2] [--decode 4]
 """
@@ -130,6 +131,40 @@ def ask(address: str, question: RecallQuestion, kind: str) -> Answer:
     )
 
 
+TOOL = {
+    "name": "get_code",
+    "description": "The code of a word.",
+    "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+}
+CODE_SCHEMA = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+
+
+def chat(address: str, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """The message that answers a conversation."""
+    body = {"model": "pdkv-default", "temperature": 0, "max_tokens": 100, "messages": messages, **options}
+    with requested(address, "/v1/chat/completions", body) as response:
+        message: dict[str, Any] = json.load(response)["choices"][0]["message"]
+    return message
+
+
+def call_a_tool(address: str) -> bool:
+    """Have the model call a tool, give it the result, and have it write JSON; whether all of it was right."""
+    tools = [{"type": "function", "function": TOOL}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is fox?"}]
+    call = chat(address, messages, tools=tools)
+    calls = [f"{each['function']['name']}({each['function']['arguments']})" for each in call.get("tool_calls") or []]
+    print(f"\nWhat is fox? With a tool, the model calls {', '.join(calls) or 'none'}")
+    if calls != ['get_code({"word": "fox"})']:
+        return False
+    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "4821"}
+    answer = chat(address, [*messages, call, result], tools=tools)["content"]
+    shape = {"type": "json_schema", "json_schema": {"name": "code", "schema": CODE_SCHEMA}}
+    asked = [{"role": "user", "content": "Codes: fox=4821, hat=0937. What is hat?"}]
+    written = chat(address, asked, response_format=shape)["content"]
+    print(f"Given the result 4821, it answers {answer}; asked for a code by a JSON schema, it writes {written}")
+    return bool(answer == "4821" and json.loads(written) == {"code": "0937"})
+
+
 def read_metrics(address: str) -> dict[str, float]:
     """What the engines counted: prompt tokens of decode by source, and bytes received."""
     totals: dict[str, float] = {}
@@ -178,9 +213,10 @@ def main() -> int:
             answers = list(pool.map(lambda pair: ask(address, *pair), zip(questions, kinds, strict=True)))
         answers.append(ask(address, questions[0], kinds[0]))  # once more: the prompt is in the caches now
         metrics = read_metrics(address)
-    show(answers, metrics)
+        show(answers, metrics)
+        called = call_a_tool(address)
     computed = metrics["computed"] + metrics["recomputed"]
-    return 0 if all(a.right for a in answers) and computed == 0 else 1
+    return 0 if all(a.right for a in answers) and computed == 0 and called else 1
 
 
 if __name__ == "__main__":

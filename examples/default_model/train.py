@@ -1,6 +1,7 @@
 """Makes pdkv's embedded default model: a small Llama that recalls codes, calls tools and writes JSON.
 
-    python examples/default_model/train.py --steps 8000 --out src/pdkv/default_model
+    python examples/default_model/train.py --steps 8000 --out DIR
+    python examples/default_model/train.py --begin DIR --steps 3000 --rate 0.0015 --out src/pdkv/default_model
     python examples/default_model/train.py --evaluate src/pdkv/default_model
 
 Everything is generated here (tokenizer corpus, training data, weights); nothing is downloaded. The seed fixes the data
@@ -382,6 +383,7 @@ class Progress:
     """Counters of a training run."""
 
     num_steps: int
+    peak_rate: float = PEAK_LEARNING_RATE
     started_s: float = field(default_factory=time.monotonic)
     step: int = 0
     num_tokens: int = 0
@@ -394,7 +396,7 @@ class Progress:
         """Linear warm-up, then a cosine."""
         warmup = min(1.0, (self.step + 1) / WARMUP_STEPS)
         share = self.step / self.num_steps
-        return PEAK_LEARNING_RATE * warmup * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * share)))
+        return self.peak_rate * warmup * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * share)))
 
     def record(self, batch: Batch, loss: float, accuracy: float) -> None:
         self.step += 1
@@ -451,7 +453,7 @@ class Muon(torch.optim.Optimizer):
             matrix.mul_(1.0 - rate * 0.05).sub_(change, alpha=rate * scale)
 
 
-def train(model: LlamaForCausalLM, batches: Batches, num_steps: int) -> Iterator[Progress]:
+def train(model: LlamaForCausalLM, batches: Batches, progress: Progress) -> Iterator[Progress]:
     """Train in place; yields after every step. Only answer tokens are learned, the rest of a prompt is noise."""
     hidden_matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     others = [model.model.embed_tokens.weight, *(each for each in model.parameters() if each.ndim == 1)]
@@ -459,9 +461,8 @@ def train(model: LlamaForCausalLM, batches: Batches, num_steps: int) -> Iterator
         Muon(hidden_matrices),
         torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    progress = Progress(num_steps)
     model.train()
-    while progress.step < num_steps:
+    while progress.step < progress.num_steps:
         batch = batches.draw(progress.max_facts)
         hidden = model.model(
             input_ids=batch.token_ids, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False
@@ -566,6 +567,10 @@ def report(out: Path, num_questions: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8000, help="training steps (default: %(default)s)")
+    parser.add_argument("--begin", type=Path, metavar="DIR", help="go on with this model instead of a new one")
+    parser.add_argument(
+        "--rate", type=float, default=PEAK_LEARNING_RATE, help="peak learning rate (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("src/pdkv/default_model"), help="model directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of data and initial weights (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
@@ -579,8 +584,12 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
-    for progress in train(model, Batches(tokenizer, args.seed), args.steps):
+    progress = Progress(args.steps, args.rate)
+    if args.begin is None:
+        model = build_model(tokenizer)
+    else:
+        model, progress.max_facts = LlamaForCausalLM.from_pretrained(args.begin), recall.MAX_FACTS
+    for _ in train(model, Batches(tokenizer, args.seed), progress):
         if progress.step % 100 == 0:
             print(progress.line(), flush=True)
     model.save_pretrained(args.out)
