@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PRODUCT := $(VENV)/.product
+PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 
 MINUTES ?= 5
 ROUTER_MINUTES ?= 10
@@ -30,18 +32,29 @@ GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
 install: $(STAMP)
 
-# Servers of LMCache and Mooncake are peers in tests; most of what LMCache depends on is for GPUs and clouds, and its pins
-# are not ours.
-$(STAMP): pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): torch and what the tests need are downloaded (some minutes, once) …"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
-	for peer in lmcache mooncake-transfer-engine-non-cuda; do \
-		$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: $$peer \
+# pdkv and what it needs itself: enough for `make demo` and `make serve`.
+$(PRODUCT): pyproject.toml constraints.txt
+	@echo "[1/3] virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] torch (the largest download: 0.2 GB for CPUs, several with CUDA)"
+	@$(PIP) torch
+	@echo "[3/3] pdkv and its other packages"
+	@$(PIP) --editable '.[grammar]'
+	@touch $(PRODUCT)
+
+# What the tests need. Servers of LMCache and Mooncake are peers in them; most of what LMCache depends on is for GPUs and
+# clouds, and its pins are not ours.
+$(STAMP): $(PRODUCT)
+	@echo "[1/3] packages of the tests (a hundred, 2 GB)"
+	@$(PIP) --editable '.[test,dev]'
+	@echo "[2/3] servers that tests talk to"
+	@for peer in lmcache mooncake-transfer-engine-non-cuda; do \
+		$(PIP) --no-deps --only-binary :all: $$peer \
 			|| echo "no wheel of $$peer for this platform: the tests with its server are skipped"; \
 	done
-	$(BIN)/python tests/support/schema_suite.py || echo "no JSON Schema Test Suite: the tests with it are skipped"
-	touch $(STAMP)
+	@echo "[3/3] JSON Schema Test Suite"
+	@$(BIN)/python tests/support/schema_suite.py || echo "no JSON Schema Test Suite: the tests with it are skipped"
+	@touch $(STAMP)
 
 lint: install
 	$(BIN)/ruff check .
@@ -54,9 +67,10 @@ lint: install
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow" --check -q -r fE
 
-# Whole files go to the processes, the longest first (tests/conftest.py). They start hundreds of interpreters, which keep
-# what they compile although PYTHONDONTWRITEBYTECODE may be set here.
-test: export PYTHONDONTWRITEBYTECODE =
+# Interpreters by the dozen keep what they compile, although PYTHONDONTWRITEBYTECODE may be set here.
+demo serve test: export PYTHONDONTWRITEBYTECODE =
+
+# Whole files go to the processes, the longest first (tests/conftest.py).
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu and not slow"
 
@@ -128,10 +142,10 @@ gpu:
 gpu-carry: install
 	$(BIN)/python -m benchmarks.gpu.carry $(GPU_CARRY)
 
-demo: install
+demo: $(PRODUCT)
 	$(BIN)/python examples/demo.py
 
-serve: install
+serve: $(PRODUCT)
 	$(BIN)/pd launch --prefill 2 --decode 4
 
 clean:

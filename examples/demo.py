@@ -1,13 +1,15 @@
 """Launch 2 prefill and 4 decode engines on the embedded model, ask them questions over HTTP, show what happened.
 
-Each prompt names codes and asks for one of them: a right answer means that the KV arrived. Exits with 0 only if every
-answer is right, decode computed no prompt token, and the launch ended cleanly.
+Each prompt names codes and asks for one of them: a right answer means that the KV arrived. Then a tool is called, and
+JSON is written by a schema. Exits with 0 only if every answer is right, decode computed no prompt token, and the launch
+ended cleanly.
 
     python examples/demo.py [--questions 12] [--prefill 2] [--decode 4]
 """
 
 import argparse
 import concurrent.futures
+import http.client
 import json
 import re
 import signal
@@ -17,8 +19,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-import httpx
 from default_model.recall import RecallQuestion, make_question
 
 READY_TIMEOUT_S = 120.0
@@ -48,7 +50,7 @@ class Answer:
 
 @contextmanager
 def launched(num_prefill: int, num_decode: int) -> Iterator[str]:
-    """`pd launch` on any free port; yields its URL and ends it as Ctrl-C would.
+    """`pd launch` on any free port; yields its address and ends it as Ctrl-C would.
 
     Raises:
         RuntimeError: it did not become ready, or did not end cleanly.
@@ -60,7 +62,7 @@ def launched(num_prefill: int, num_decode: int) -> Iterator[str]:
     try:
         assert process.stdout is not None
         line = watchdog.submit(process.stdout.readline).result(READY_TIMEOUT_S)
-        ready = re.match(r"ready: (http://\S+)", line)
+        ready = re.match(r"ready: http://(\S+)", line)
         if ready is None:
             raise RuntimeError(f"pd launch did not become ready; it said {line!r}")
         print(line, end="")
@@ -73,9 +75,30 @@ def launched(num_prefill: int, num_decode: int) -> Iterator[str]:
         raise RuntimeError(f"pd launch ended with exit code {code}")
 
 
-def ask(client: httpx.Client, question: RecallQuestion, kind: str) -> Answer:
+@contextmanager
+def requested(address: str, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+    """The answer to a POST of `body`, or without one to a GET.
+
+    Raises:
+        RuntimeError: its status is not 200.
+    """
+    connection = http.client.HTTPConnection(address, timeout=REQUEST_TIMEOUT_S)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"HTTP {response.status}: {response.read().decode()}")
+        yield response
+    finally:
+        connection.close()
+
+
+def ask(address: str, question: RecallQuestion, kind: str) -> Answer:
     """Stream one question and time its tokens."""
-    body = {"model": "pdkv-default", "temperature": 0, "max_tokens": 12, "stream": True}
+    body: dict[str, Any] = {"model": "pdkv-default", "temperature": 0, "max_tokens": 12, "stream": True}
     body["stream_options"] = {"include_usage": True}
     if kind == "chat":
         path, body["messages"] = "/v1/chat/completions", question.messages
@@ -83,13 +106,11 @@ def ask(client: httpx.Client, question: RecallQuestion, kind: str) -> Answer:
         path, body["prompt"] = "/v1/completions", question.prompt
     text, usage, stamps = "", {}, []
     start = time.perf_counter()
-    with client.stream("POST", path, json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"HTTP {response.status_code}: {response.read().decode()}")
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
+    with requested(address, path, body) as response:
+        for line in response:
+            if not line.startswith(b"data: {"):
                 continue
-            event = json.loads(line.removeprefix("data: "))
+            event = json.loads(line.removeprefix(b"data: "))
             if "error" in event:
                 raise RuntimeError(f"the stream broke: {event['error']}")
             usage = event.get("usage") or usage
@@ -110,10 +131,46 @@ def ask(client: httpx.Client, question: RecallQuestion, kind: str) -> Answer:
     )
 
 
-def read_metrics(client: httpx.Client) -> dict[str, float]:
+TOOL = {
+    "name": "get_code",
+    "description": "The code of a word.",
+    "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+}
+CODE_SCHEMA = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+
+
+def chat(address: str, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """The message that answers a conversation."""
+    body = {"model": "pdkv-default", "temperature": 0, "max_tokens": 100, "messages": messages, **options}
+    with requested(address, "/v1/chat/completions", body) as response:
+        message: dict[str, Any] = json.load(response)["choices"][0]["message"]
+    return message
+
+
+def call_a_tool(address: str) -> bool:
+    """Have the model call a tool, give it the result, and have it write JSON; whether all of it was right."""
+    tools = [{"type": "function", "function": TOOL}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is fox?"}]
+    call = chat(address, messages, tools=tools)
+    calls = [f"{each['function']['name']}({each['function']['arguments']})" for each in call.get("tool_calls") or []]
+    print(f"\nWhat is fox? With a tool, the model calls {', '.join(calls) or 'none'}")
+    if calls != ['get_code({"word": "fox"})']:
+        return False
+    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "4821"}
+    answer = chat(address, [*messages, call, result], tools=tools)["content"]
+    shape = {"type": "json_schema", "json_schema": {"name": "code", "schema": CODE_SCHEMA}}
+    asked = [{"role": "user", "content": "Codes: fox=4821, hat=0937. What is hat?"}]
+    written = chat(address, asked, response_format=shape)["content"]
+    print(f"Given the result 4821, it answers {answer}; asked for a code by a JSON schema, it writes {written}")
+    return bool(answer == "4821" and json.loads(written) == {"code": "0937"})
+
+
+def read_metrics(address: str) -> dict[str, float]:
     """What the engines counted: prompt tokens of decode by source, and bytes received."""
     totals: dict[str, float] = {}
-    for line in client.get("/metrics").text.splitlines():
+    with requested(address, "/metrics") as response:
+        lines = response.read().decode().splitlines()
+    for line in lines:
         match = re.match(r'pdkv_engine_prompt_tokens_total\{.*role="decode",source="(\w+)"\} (\S+)', line)
         if match:
             totals[match.group(1)] = totals.get(match.group(1), 0.0) + float(match.group(2))
@@ -150,16 +207,16 @@ def main() -> int:
     questions = [make_question(seed, 3 + 5 * (seed % 6)) for seed in range(args.questions)]
     kinds = ["chat" if seed % 3 == 2 else "completion" for seed in range(args.questions)]
     start = time.perf_counter()
-    with launched(args.prefill, args.decode) as url:
+    with launched(args.prefill, args.decode) as address:
         print(f"ready after {time.perf_counter() - start:.1f} s; asking {args.questions} questions, four at a time")
-        with httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S) as client:
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                answers = list(pool.map(lambda pair: ask(client, *pair), zip(questions, kinds, strict=True)))
-            answers.append(ask(client, questions[0], kinds[0]))  # once more: the prompt is in the caches now
-            metrics = read_metrics(client)
-    show(answers, metrics)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda pair: ask(address, *pair), zip(questions, kinds, strict=True)))
+        answers.append(ask(address, questions[0], kinds[0]))  # once more: the prompt is in the caches now
+        metrics = read_metrics(address)
+        show(answers, metrics)
+        called = call_a_tool(address)
     computed = metrics["computed"] + metrics["recomputed"]
-    return 0 if all(a.right for a in answers) and computed == 0 else 1
+    return 0 if all(a.right for a in answers) and computed == 0 and called else 1
 
 
 if __name__ == "__main__":

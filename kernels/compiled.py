@@ -16,6 +16,11 @@ def _paths() -> list[Path]:
     return sorted(Path(__file__).parent.glob("_*.so"))
 
 
+def any_built() -> bool:
+    """Whether there was a C compiler when the package was built."""
+    return bool(_paths())
+
+
 def load_all() -> None:
     """Load every library now. What a process has loaded, it finds again when it can open no file any more."""
     for path in _paths():

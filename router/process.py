@@ -144,7 +144,7 @@ def run_router(
     )
     room = Connections(max_connections)
     server = _Server(server_config(app, limits, bodies, room, tls))
-    admin_app = create_admin_app(dispatcher, operations, app.state.caches)
+    admin_app = create_admin_app(dispatcher, operations, app.state.caches, app.state.figures)
     admin = AdminServer(admin_app, admin_socket) if admin_socket is not None else None
     reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = _Stopping(server, dispatcher, drain, room, spec.drain_s)

@@ -28,7 +28,8 @@ from pdkv.engine.worker.pending import DoneStep, PendingStep
 from pdkv.engine.worker.runner import ModelRunner
 from pdkv.engine.worker.threads import StepThreads
 from pdkv.errors import ConfigError
-from pdkv.models.config import ModelConfig, resolve_max_model_len
+from pdkv.host.memory_limits import format_bytes
+from pdkv.models.config import ModelConfig, load_model_config, resolve_max_model_len
 from pdkv.models.decoder import Decoder
 from pdkv.models.kv_scales import read_kv_scales
 from pdkv.models.loader import load_decoder
@@ -170,6 +171,27 @@ def _make_layout(
     return make_layout(
         model_config, block_size=config.block_size, dtype=kv_dtype, shard=shard, grouped=grouped, kv_scales=kv_scales
     )
+
+
+def describe_pool(config: EngineConfig) -> str:
+    """What an engine's KV pool will hold, as far as that can be told without its weights.
+
+    Raises:
+        ConfigError: as at the engine's start: of the model, the ranks, or a length that does not fit.
+    """
+    model = load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
+    shard = Shard(0, config.tp)
+    device = resolve_device(config, shard)
+    dtype = resolve_dtype(config, model, device)
+    layout = _make_layout(model, config, dtype, device, shard, None, grouped=True)
+    most = resolve_max_model_len(model, config.max_model_len)
+    size_bytes = pool_bytes(config, device)
+    if size_bytes is None:
+        return f"{dtype} on {device}, a KV pool of what the GPU has left, requests of at most {most} tokens"
+    num_blocks = size_bytes // layout.block_bytes
+    most = length_that_fits(config, layout, num_blocks, most)
+    pool, at_once = format_bytes(size_bytes * config.tp), num_blocks * layout.block_size // most
+    return f"{dtype} on {device}, a KV pool of {pool} for {at_once} requests of the longest length, {most} tokens"
 
 
 class InProcessExecutor(ModelExecutor):

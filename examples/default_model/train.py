@@ -1,10 +1,11 @@
-"""Makes pdkv's embedded default model: a small Llama that recalls a code named earlier in its prompt.
+"""Makes pdkv's embedded default model: a small Llama that recalls codes, calls tools and writes JSON.
 
-    python examples/default_model/train.py --minutes 14 --out src/pdkv/default_model
+    python examples/default_model/train.py --steps 8000 --out DIR
+    python examples/default_model/train.py --begin DIR --steps 3000 --rate 0.0015 --out src/pdkv/default_model
     python examples/default_model/train.py --evaluate src/pdkv/default_model
 
 Everything is generated here (tokenizer corpus, training data, weights); nothing is downloaded. The seed fixes the data
-and the initial weights; how many steps fit into `--minutes` depends on the machine.
+and the initial weights. Codes come first (recall.py), then lessons beside them (lessons.py).
 """
 
 import argparse
@@ -17,25 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import lessons
 import numpy as np
 import recall
 import torch
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 4096
 BOS, EOS, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role: ' + message['role']) }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 HIDDEN_SIZE = 128
 HEAD_DIM = 32
 ROPE_THETA = 500_000.0
@@ -48,6 +42,8 @@ FIRST_MAX_FACTS = 8
 # The number of facts grows when this share of answer tokens is right, so that recall forms on short prompts first.
 LEVEL_UP_ACCURACY = 0.95
 RECITAL_FROM_FACTS = 20  # max_facts from which recitals are mixed in: they are longer and hold back the first steps
+LESSONS_FROM_FACTS = 20  # and lessons, which are half of what is learned from there
+LESSONS_SHARE = 0.5
 
 # Channels of the residual stream that have a meaning at the start, see `begin_as_induction`.
 CONSTANT_CHANNEL = 0  # the same for all tokens, in place of the biases that a Llama lacks
@@ -96,7 +92,7 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
         "additional_special_tokens": [SYSTEM, USER, ASSISTANT],
         "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": lessons.CHAT_TEMPLATE,
     }
     write_json(out / "tokenizer_config.json", tokenizer_config)
     write_json(out / "special_tokens_map.json", names)
@@ -144,8 +140,9 @@ class Batch:
     token_ids: torch.Tensor  # [rows, tokens]
     position_ids: torch.Tensor  # [1, tokens]
     mask: torch.Tensor  # [1, 1, tokens, tokens], bool
-    predicting: torch.Tensor  # [targets], columns whose next token is an answer token
-    targets: torch.Tensor  # [rows, targets]
+    predicting: torch.Tensor  # [targets], places in the flat token_ids whose next token is learned
+    targets: torch.Tensor  # [targets]
+    is_lesson: bool = False
 
 
 class Batches:
@@ -153,6 +150,8 @@ class Batches:
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer = tokenizer
+        self.chat = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
+        self.chat.chat_template = lessons.CHAT_TEMPLATE
         self.rng = random.Random(seed)
         self.array_rng = np.random.default_rng(seed)
         self.key_ids = np.array([self.encode(f" {key}")[0] for key in recall.KEYS])
@@ -163,7 +162,12 @@ class Batches:
         return ids
 
     def draw(self, max_facts: int) -> Batch:
-        """A batch with 1..max_facts facts, short ones more often: they are cheap and recall is the same skill."""
+        """A batch with 1..max_facts facts, short ones more often: they are cheap and recall is the same skill.
+
+        Or one of lessons.
+        """
+        if max_facts >= LESSONS_FROM_FACTS and self.rng.random() < LESSONS_SHARE:
+            return self.draw_lessons()
         num_facts = min(int(math.exp(self.rng.uniform(0.0, math.log(max_facts + 1)))), max_facts)
         if self.rng.random() < 0.5:
             num_facts = self.rng.randint(max(1, max_facts // 2), max_facts)
@@ -177,6 +181,38 @@ class Batches:
         else:
             self.add_questions(layout, num_facts, is_chat=is_chat)
         return self.fill(layout, num_facts)
+
+    def draw_lessons(self) -> Batch:
+        """Lessons of any kind, one a row, as many as fit; rows are filled up with EOS, which nothing attends to."""
+        rows: list[list[int]] = []
+        learned: list[list[int]] = []
+        while not rows or (len(rows) + 1) * max(map(len, rows)) <= TOKENS_PER_BATCH:
+            tokens, places = self.read(lessons.draw(self.rng))
+            rows.append(tokens)
+            learned.append(places)
+        width = max(map(len, rows))
+        eos = self.tokenizer.token_to_id(EOS)
+        token_ids = torch.tensor([row + [eos] * (width - len(row)) for row in rows])
+        targets = torch.tensor([index * width + place for index, places in enumerate(learned) for place in places])
+        return Batch(
+            token_ids=token_ids,
+            position_ids=torch.arange(width)[None],
+            mask=torch.tril(torch.ones(width, width, dtype=torch.bool))[None, None],
+            predicting=targets - 1,
+            targets=token_ids.flatten()[targets],
+            is_lesson=True,
+        )
+
+    def read(self, lesson: lessons.Lesson) -> tuple[list[int], list[int]]:
+        """A lesson's tokens, and the places of those that are learned: whose text is learned as a whole."""
+        prompt = self.encode(render(self.chat, lesson))
+        answer = self.tokenizer.encode("".join(text for text, _ in lesson.answer), add_special_tokens=False)
+        is_learned = [learned for text, learned in lesson.answer for _ in text]
+        places = [
+            len(prompt) + place for place, (start, end) in enumerate(answer.offsets) if all(is_learned[start:end])
+        ]
+        tokens = [*prompt, *answer.ids, *self.encode(EOS)]
+        return tokens, [*places, len(tokens) - 1]
 
     def add_trunk(self, layout: Layout, num_facts: int, *, is_chat: bool) -> None:
         layout.add(self.encode(BOS) if is_chat or self.rng.random() < 0.9 else [])
@@ -208,11 +244,15 @@ class Batches:
         """One branch per asked fact; a chat branch may go on with follow-up turns."""
         asked = self.rng.sample(range(num_facts), min(num_facts, MAX_QUESTIONS))
         num_turns = self.rng.choice((1, 1, 3)) if is_chat else 1
+        by_name = is_chat and self.rng.random() < 0.2  # `fox=`, as a completion asks
         what, question_mark = self.encode(" What is"), self.encode(f"?{ASSISTANT}")
         follow_up = self.encode(f"{USER}What is")
         for index, fact in enumerate(asked):
             branch, is_first = index // num_turns + 1, index % num_turns == 0
-            if is_chat:
+            if by_name:
+                lead = [] if is_first else self.encode(USER)
+                layout.add([*lead, self.key(fact), *self.encode(f"={ASSISTANT}")], branch=branch)
+            elif is_chat:
                 layout.add([*(what if is_first else follow_up), self.key(fact), *question_mark], branch=branch)
             else:
                 layout.add([self.key(fact), *self.encode("=")], branch=branch)
@@ -230,14 +270,23 @@ class Batches:
         digits = self.array_rng.integers(0, 10, (num_rows, num_facts * recall.CODE_DIGITS))
         table: IntArray = np.concatenate([vocabulary, self.key_ids[order], self.digit_ids[digits]], axis=1)
         token_ids = torch.from_numpy(table[:, layout.sources])
-        target_columns = torch.tensor(layout.is_target).nonzero()[:, 0]
+        columns = torch.tensor(layout.is_target).nonzero()[:, 0]
+        targets = (torch.arange(num_rows)[:, None] * token_ids.shape[1] + columns).flatten()
         return Batch(
             token_ids=token_ids,
             position_ids=torch.tensor(layout.positions)[None],
             mask=layout.mask(),
-            predicting=target_columns - 1,
-            targets=token_ids[:, target_columns],
+            predicting=targets - 1,
+            targets=token_ids.flatten()[targets],
         )
+
+
+def render(chat: PreTrainedTokenizerFast, lesson: lessons.Lesson) -> str:
+    """The prompt of a lesson."""
+    text = chat.apply_chat_template(
+        lesson.messages, tools=lesson.tools or None, tokenize=False, add_generation_prompt=True
+    )
+    return str(text)
 
 
 # --- model -------------------------------------------------------------------------------------------------------
@@ -333,27 +382,28 @@ def begin_matching(attention: LlamaAttention) -> None:
 class Progress:
     """Counters of a training run."""
 
-    deadline_s: float
+    num_steps: int
+    peak_rate: float = PEAK_LEARNING_RATE
     started_s: float = field(default_factory=time.monotonic)
     step: int = 0
     num_tokens: int = 0
     max_facts: int = FIRST_MAX_FACTS
     loss: float = 6.0
     accuracy: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """How much of the time is used, 0..1."""
-        return min(1.0, (time.monotonic() - self.started_s) / self.deadline_s)
+    lesson_accuracy: float = 0.0
 
     def learning_rate(self) -> float:
-        """Linear warm-up, then a cosine over the time, so that a slow machine also ends at a small rate."""
+        """Linear warm-up, then a cosine."""
         warmup = min(1.0, (self.step + 1) / WARMUP_STEPS)
-        return PEAK_LEARNING_RATE * warmup * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * self.share)))
+        share = self.step / self.num_steps
+        return self.peak_rate * warmup * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * share)))
 
     def record(self, batch: Batch, loss: float, accuracy: float) -> None:
         self.step += 1
         self.num_tokens += batch.token_ids.numel()
+        if batch.is_lesson:
+            self.lesson_accuracy += 0.03 * (accuracy - self.lesson_accuracy)
+            return
         self.loss += 0.03 * (loss - self.loss)
         self.accuracy += 0.03 * (accuracy - self.accuracy)
         if self.accuracy > LEVEL_UP_ACCURACY and self.max_facts < recall.MAX_FACTS:
@@ -364,27 +414,61 @@ class Progress:
         elapsed_s = time.monotonic() - self.started_s
         return (
             f"step {self.step} {elapsed_s:.0f} s, facts <= {self.max_facts}, loss {self.loss:.4f}, "
-            f"answer tokens right {self.accuracy:.4f}, {self.num_tokens / elapsed_s:.0f} tok/s"
+            f"answer tokens right {self.accuracy:.4f}, of lessons {self.lesson_accuracy:.4f}, "
+            f"{self.num_tokens / elapsed_s:.0f} tok/s"
         )
 
 
-def train(model: LlamaForCausalLM, batches: Batches, minutes: float) -> Iterator[Progress]:
+class Muon(torch.optim.Optimizer):
+    """Momentum orthogonalized by Newton-Schulz (Jordan et al., 2024), in float32: torch's own is bfloat16 throughout.
+
+    Updates have the size of AdamW's (0.2 of RMS), so that both take one learning rate.
+    """
+
+    def __init__(self, matrices: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__(matrices, {"lr": PEAK_LEARNING_RATE})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of all matrices, those of one shape together."""
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[torch.Tensor]] = {}
+            for matrix in group["params"]:
+                shapes.setdefault(matrix.shape, []).append(matrix)
+            for shape, matrices in shapes.items():
+                self._step_together(matrices, group["lr"], 0.2 * max(shape) ** 0.5)
+
+    def _step_together(self, matrices: list[torch.Tensor], rate: float, scale: float) -> None:
+        gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
+        momentum = self.state[matrices[0]].setdefault("momentum", torch.zeros_like(gradients))
+        momentum.lerp_(gradients, 0.05)
+        update = gradients.lerp(momentum, 0.95)  # Nesterov's
+        update = update.mT if update.shape[-2] > update.shape[-1] else update
+        update = update / update.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+        for _ in range(5):
+            gram = update @ update.mT
+            update = 3.4445 * update + (-4.7750 * gram + 2.0315 * gram @ gram) @ update
+        update = update.mT if update.shape[-2:] != matrices[0].shape else update
+        for matrix, change in zip(matrices, update, strict=True):
+            matrix.mul_(1.0 - rate * 0.05).sub_(change, alpha=rate * scale)
+
+
+def train(model: LlamaForCausalLM, batches: Batches, progress: Progress) -> Iterator[Progress]:
     """Train in place; yields after every step. Only answer tokens are learned, the rest of a prompt is noise."""
     hidden_matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     others = [model.model.embed_tokens.weight, *(each for each in model.parameters() if each.ndim == 1)]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(hidden_matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        Muon(hidden_matrices),
         torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    progress = Progress(deadline_s=minutes * 60.0)
     model.train()
-    while progress.share < 1.0:
+    while progress.step < progress.num_steps:
         batch = batches.draw(progress.max_facts)
         hidden = model.model(
             input_ids=batch.token_ids, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False
         ).last_hidden_state
-        logits = model.lm_head(hidden[:, batch.predicting])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        logits = model.lm_head(hidden.flatten(0, 1)[batch.predicting])
+        loss = torch.nn.functional.cross_entropy(logits, batch.targets)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -444,6 +528,19 @@ def evaluate(model: Any, tokenizer: Tokenizer, num_facts: int, num_questions: in
     }
 
 
+def evaluate_lessons(model: Any, batches: Batches, num_lessons: int) -> dict[str, float]:
+    """Share of exactly right answers to lessons, the end of text included, per kind."""
+    shares = {}
+    for kind in (lessons.call_lesson, lessons.result_lesson, lessons.direct_lesson, lessons.json_lesson):
+        rng, right = random.Random(10**6), 0
+        for _ in range(num_lessons):
+            tokens, learned = batches.read(kind(rng))
+            prompt, expected = tokens[: learned[0]], tokens[learned[0] :]
+            right += greedy(model, [prompt], len(expected)) == [expected]
+        shares[kind.__name__.removesuffix("_lesson")] = right / num_lessons
+    return shares
+
+
 def share_right(model: Any, tokenizer: Tokenizer, cases: Sequence[tuple[str, str]]) -> float:
     """Share of (prompt, answer) that greedy decoding gets exactly right, EOS included. All have equal lengths."""
     eos = tokenizer.token_to_id(EOS)
@@ -463,13 +560,17 @@ def report(out: Path, num_questions: int) -> None:
         model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
         for num_facts in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96):
             shares = evaluate(model, tokenizer, num_facts, num_questions)
-            figures = ", ".join(f"{form} {share:.4f}" for form, share in shares.items())
-            print(f"{dtype}, {num_facts} facts ({recall.num_prompt_tokens(num_facts)} tokens): {figures}", flush=True)
+            print(f"{dtype}, {num_facts} facts ({recall.num_prompt_tokens(num_facts)} tokens): {shares}", flush=True)
+        print(f"{dtype}, lessons: {evaluate_lessons(model, Batches(tokenizer, 0), num_questions)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=14.0, help="training time (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=8000, help="training steps (default: %(default)s)")
+    parser.add_argument("--begin", type=Path, metavar="DIR", help="go on with this model instead of a new one")
+    parser.add_argument(
+        "--rate", type=float, default=PEAK_LEARNING_RATE, help="peak learning rate (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("src/pdkv/default_model"), help="model directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of data and initial weights (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
@@ -483,8 +584,12 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
-    for progress in train(model, Batches(tokenizer, args.seed), args.minutes):
+    progress = Progress(args.steps, args.rate)
+    if args.begin is None:
+        model = build_model(tokenizer)
+    else:
+        model, progress.max_facts = LlamaForCausalLM.from_pretrained(args.begin), recall.MAX_FACTS
+    for _ in train(model, Batches(tokenizer, args.seed), progress):
         if progress.step % 100 == 0:
             print(progress.line(), flush=True)
     model.save_pretrained(args.out)

@@ -1,14 +1,16 @@
 """Answer the prompts whose KV prefill.py has left in a directory. It is loaded; only what is behind it is computed."""
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from pdkv import LLM, SamplingParams
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where prefill.py leaves what decode.py reads")
+    directory = parser.parse_args().directory
     prompts = json.loads((directory / "prompts.json").read_text())
     with LLM(connector="shared_storage", connector_config={"path": str(directory / "kv")}) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)

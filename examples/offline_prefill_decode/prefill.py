@@ -4,8 +4,8 @@ python examples/offline_prefill_decode/prefill.py /tmp/pdkv-offline
 python examples/offline_prefill_decode/decode.py /tmp/pdkv-offline
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from pdkv import LLM, SamplingParams
@@ -23,7 +23,9 @@ PROMPTS = [
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where prefill.py leaves what decode.py reads")
+    directory = parser.parse_args().directory
     with LLM(connector="shared_storage", connector_config={"path": str(directory / "kv")}) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     (directory / "prompts.json").write_text(json.dumps([output.prompt for output in outputs]))

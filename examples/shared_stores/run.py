@@ -12,6 +12,7 @@ many of them it found in the store. Exits with 0 only if the second engine found
 import argparse
 import contextlib
 import importlib.util
+import json
 import re
 import signal
 import socket
@@ -19,10 +20,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import httpx
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -92,13 +92,14 @@ def ask_both(url: str) -> Iterator[tuple[str, int, int]]:
     command = [sys.executable, "-m", "pdkv.cli", "launch", "--port", "0", "--log-level", "warning"]
     command += ["--prefill", "0", "--decode", "2", "--policy", "round_robin"]
     command += ["--connector", "store", "--connector-config", f"url={url}"]
-    with running(command, r"ready: (http://\S+)") as ready, httpx.Client(base_url=ready.group(1), timeout=60) as client:
+    with running(command, r"ready: (http://\S+)") as ready:
         for question in ("Who computes?", "Who finds?"):
             body = {"model": "pdkv-default", "prompt": TEXT + question, "max_tokens": 8, "temperature": 0}
-            reply = client.post("/v1/completions", json=body)
-            if reply.status_code != 200:
-                raise RuntimeError(reply.text)
-            usage = reply.json()["usage"]
+            request = urllib.request.Request(
+                f"{ready.group(1)}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                usage = json.load(reply)["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             yield reply.headers["x-pd-decode-engine"], usage["prompt_tokens"], cached
 

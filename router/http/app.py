@@ -75,8 +75,8 @@ def create_app(
     operations: Operations | None = None,
     instruments: Instruments = NO_INSTRUMENTS,
 ) -> Starlette:
-    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state.caches` is what
-    `create_admin_app` takes.
+    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state` has the
+    `caches` and `figures` that `create_admin_app` takes.
 
     Args:
         served_model_name: or several, separated by commas: the first one is that of answers and metrics.
@@ -152,7 +152,7 @@ def create_app(
         middleware=[Middleware(AccessLogged), *_middleware(keys, access or AccessConfig())],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
-    app.state.caches = caches
+    app.state.caches, app.state.figures = caches, metrics.figures
     return app
 
 

@@ -96,6 +96,11 @@ class Metrics:
                 num_since = 0
         return b"".join(texts)
 
+    def figures(self) -> dict[str, float]:
+        """Those of the metrics that have no labels, by name."""
+        samples = (sample for family in self._registry.collect() for sample in family.samples)
+        return {sample.name: sample.value for sample in samples if not sample.labels}
+
     def collect(self) -> Iterator[Metric]:
         """All of it, as it is now."""
         yield from self._requests()

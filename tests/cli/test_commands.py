@@ -46,7 +46,20 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (EXIT_READER_GONE, b"")
 
 
-COMMANDS = ["launch", "engines", "cache", "drain", "resume", "role", "scale", "restart", "generate", "connector"]
+COMMANDS = [
+    "launch",
+    "engines",
+    "status",
+    "stop",
+    "cache",
+    "drain",
+    "resume",
+    "role",
+    "scale",
+    "restart",
+    "generate",
+    "connector",
+]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["connector", "list"]])
@@ -65,7 +78,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ),
         (
             ["quit"],
-            "unknown command 'quit'; known: launch, serve, engine, engines, drain, resume, role, cache, scale, restart",
+            "unknown command 'quit'; known: launch, serve, engine, engines, drain, resume, role, status, stop, cache",
         ),
         (["cache", "find"], "'find'; known: lookup, clear, pin, unpin, prefetch, move"),
         (["cache", "move", "--tokens", "1"], "the following arguments are required: --from, --tier"),
@@ -134,6 +147,15 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ),
         (["generate", "--model", "no/such/dir", "x"], "model directory no/such/dir does not exist"),
         (["connector", "remove"], "'remove'"),
+        (["launch", "--decode-max-model-len", "5000"], "max_model_len 5000 exceeds the model's 4096 positions"),
+        (["launch", "--prefill-tp", "3"], "4 key-value heads cannot be divided among 3 ranks"),
+        (["launch", "--check", "--max-model-len", "5000"], "max_model_len 5000 exceeds the model's 4096 positions"),
+        (["launch", "--check", "--tp", "3"], "4 key-value heads cannot be divided among 3 ranks"),
+        (
+            ["launch", "--check", "--kv-cache-memory", "1MiB", "--max-model-len", "512"],
+            "the KV pool of 1 MiB holds 256 tokens, but a request may have 512 (max_model_len), which take 2 MiB",
+        ),
+        (["launch", "--check", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -144,6 +166,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_a_launch_can_be_checked_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("launch", "--check", "--port", "0", "--prefill", "2", "--decode-kv-cache-memory", "8MiB") == 0
+    first, *engines = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 prefill, 1 decode, connector shared_memory: pdkv-default from ")
+    assert [line.split(":")[0].strip() for line in engines] == ["prefill-0", "prefill-1", "decode-0"]
+    assert engines[0].endswith("a KV pool of 256 MiB for 16 requests of the longest length, 4096 tokens")
+    assert engines[2].endswith("a KV pool of 8 MiB for 1 requests of the longest length, 2048 tokens")
 
 
 def test_the_help_of_launch_has_choices_and_examples_and_each_engine_option_once(

@@ -74,6 +74,9 @@ def test_the_commands_of_the_page_in_turn_lose_nothing(launch: Launch) -> None:
     assert set(before.values()).isdisjoint(after.values())
     assert "--prefill must be at least 1, got 0" in pd(deployment, "scale", "--prefill", "0", status=2)
     assert "draining decode-0 would leave no engine" in pd(deployment, "drain", "decode-0", status=2)
+    assert re.fullmatch(r"http://\S+ has stopped \(pid \d+\)\n", pd(deployment, "stop"))
+    assert deployment.finish() == 0
+    assert "no launch of this user is ready" in pd(deployment, "stop", status=1)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,13 @@ def test_a_router_that_is_started_again_knows_the_engines_of_now(fleet: Running)
     before = fleet.pids()
     with steady_load(fleet, max_tokens=200):
         pd(fleet, "resume", "prefill-1")
+        shown = pd(fleet, "status")
         assert pd(fleet, "restart", "--rolling", "--drain-s", "0") == "4 engines were restarted\n"
+    assert re.search(
+        r"^requests: [1-9]\d* in flight, \d+ of their choices queued, \d+\.\d/s begun$", shown, re.MULTILINE
+    )
+    assert re.search(r"^tokens: [1-9]\d*\.\d/s out, ", shown, re.MULTILINE)
+    assert re.search(r"^decode-0 +any +ready +\d+ +\d+ +\d+% +\d+%$", shown, re.MULTILINE)
     assert "go on elsewhere" in fleet.log
     after = fleet.pids()
     assert before.keys() == after.keys()
@@ -140,7 +149,7 @@ def test_a_stop_under_load_answers_what_has_begun(fleet: Running) -> None:
             with contextlib.ExitStack() as stack:  # none of them ends meanwhile
                 for pid in decodes:
                     stack.enter_context(stopped(pid))
-                fleet.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(pd, fleet, "stop", "--wait-s", "0", status=1)
                 line = await asyncio.to_thread(
                     fleet.wait_for_line, r"router: stopping: (\d+) requests still run, at most 60 s"
                 )

@@ -1,9 +1,13 @@
 """The embedded default model is whole, small, and does what it is for: it recalls."""
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import lessons
 import pytest
 import recall
 import torch
@@ -12,6 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import pdkv
+from pdkv import LLM, SamplingParams
+from pdkv.sampling.shape import StructuredOutputs
 
 MODEL_DIR = Path(pdkv.__file__).parent / "default_model"
 MAX_SIZE_BYTES = 4 * 2**20
@@ -113,6 +119,62 @@ def test_recalls_in_chats_and_in_a_follow_up_turn(model: Model) -> None:
             text = template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             token_ids = TOKENIZER.encode(text, add_special_tokens=False).ids
             assert generate(model, token_ids, recall.CODE_DIGITS + 1) == expected
+
+
+def test_answers_a_chat_as_it_completes(model: Model) -> None:
+    """The README's question, in the two forms in which it is asked first."""
+    from transformers import AutoTokenizer
+
+    question, chat = "Codes: fox=4821, hat=0937. fox=", AutoTokenizer.from_pretrained(MODEL_DIR)
+    asked = chat.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
+    assert generate(model, TOKENIZER.encode(question).ids, 5) == "4821"
+    assert generate(model, TOKENIZER.encode(asked, add_special_tokens=False).ids, 5) == "4821"
+
+
+@pytest.mark.parametrize(
+    "kind", [lessons.call_lesson, lessons.result_lesson, lessons.direct_lesson, lessons.json_lesson]
+)
+def test_calls_tools_passes_on_results_and_writes_json(
+    model: Model, kind: Callable[[random.Random], lessons.Lesson]
+) -> None:
+    """A few of the drawn names may come out wrong, as they may from any model."""
+    from transformers import AutoTokenizer
+
+    chat, rng, right = AutoTokenizer.from_pretrained(MODEL_DIR), random.Random(7), 0
+    for _ in range(10):
+        lesson = kind(rng)
+        prompt = chat.apply_chat_template(
+            lesson.messages, tools=lesson.tools or None, tokenize=False, add_generation_prompt=True
+        )
+        answer = "".join(text for text, _ in lesson.answer)
+        length = len(TOKENIZER.encode(answer, add_special_tokens=False).ids) + 1
+        ids = torch.tensor([TOKENIZER.encode(prompt, add_special_tokens=False).ids])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)
+        right += TOKENIZER.decode(output[0, ids.shape[1] :].tolist()) == answer
+    assert right >= 8
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"name": {"type": "string"}, "ok": {"type": "boolean"}, "n": {"type": "integer"}},
+        {"city": {"type": "string", "minLength": 5}, "tags": {"type": "array", "items": {"type": "string"}}},
+        {"who": {"type": "object", "properties": {"age": {"type": "number"}, "note": {"type": ["string", "null"]}}}},
+        {"kind": {"enum": ["red", "green"]}, "list": {"type": "array", "items": {"type": "integer"}, "minItems": 2}},
+    ],
+)
+def test_ends_whatever_a_schema_asks_for(schema: dict[str, Any]) -> None:
+    whole = {"type": "object", "properties": schema, "required": [*schema], "additionalProperties": False}
+    wanted = StructuredOutputs(json=whole)
+    with LLM() as llm:
+        prompts = ["Codes: fox=4821, hat=0937. What is fox?", "Hello, who are you?", "Describe Paris in three words."]
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=200, structured_outputs=wanted))
+    for output in outputs:
+        assert output.outputs[0].finish_reason == "stop", output.outputs[0].text
+        jsonschema.validate(json.loads(output.outputs[0].text), whole)
 
 
 def test_repeats_all_facts(model: Model) -> None:

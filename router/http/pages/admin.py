@@ -137,9 +137,15 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
     ]
 
 
-def create_admin_app(dispatcher: "Dispatcher", operations: Operations, caches: CachePages | None = None) -> Starlette:
-    """The ASGI application for the private directory: `admin_routes`, and what only the launcher may do.
+def create_admin_app(
+    dispatcher: "Dispatcher",
+    operations: Operations,
+    caches: CachePages | None = None,
+    figures: Callable[[], dict[str, float]] = dict,
+) -> Starlette:
+    """The ASGI application for the private directory: `admin_routes`, and what only this host's user may do.
 
+    GET  /admin/figures              `figures()`: metrics without labels, by name (`pd status`)
     PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more
     DELETE /admin/engines/NAME       the launcher is about to end it
     """
@@ -153,8 +159,12 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations, caches: C
         operations.remove(request.path_params["name"], force=_query(request).force)
         return json_response({"removed": request.path_params["name"]})
 
+    async def show_figures(request: Request) -> Response:
+        return json_response(figures())
+
     path = "/admin/engines/{name}"
     own = [Route(path, _checked(add), methods=["PUT"]), Route(path, _checked(remove), methods=["DELETE"])]
+    own.append(Route("/admin/figures", show_figures))
     return Starlette(routes=[*admin_routes(dispatcher, operations, caches), *own])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdkv.cli.options import capitalized
-from pdkv.cli.running import add_run_flag, ask_router, check_seconds, print_table
+from pdkv.cli.running import add_run_flag, ask_router, check_seconds, engine_state, print_table
 
 ROLES = ("prefill", "decode", "any")
 
@@ -50,7 +50,7 @@ def run_engines(arguments: argparse.Namespace) -> int:
     """Run `pd engines`: one line per engine."""
     engines = ask_router(arguments, lambda router: router.engines(fresh=True))
     rows = [("NAME", "ROLE", "STATE", "PID", "REQUESTS")]
-    rows += [(e["name"], e["role"], _state(e), str(e["pid"] or "-"), str(e["requests"])) for e in engines]
+    rows += [(e["name"], e["role"], engine_state(e), str(e["pid"] or "-"), str(e["requests"])) for e in engines]
     print_table(rows)
     return 0
 
@@ -60,14 +60,14 @@ def run_drain(arguments: argparse.Namespace) -> int:
     check_seconds("--wait-s", arguments.wait_s)
     engine = ask_router(arguments, lambda router: router.drain(arguments.engine, arguments.wait_s))
     rest = "" if engine["drained"] else f": it still has {engine['requests']} requests"
-    print(f"{engine['name']} is {_state(engine)}{rest}")
+    print(f"{engine['name']} is {engine_state(engine)}{rest}")
     return int(not engine["drained"])
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
     """Run `pd resume`."""
     engine = ask_router(arguments, lambda router: router.resume(arguments.engine))
-    print(f"{engine['name']} is {_state(engine)}")
+    print(f"{engine['name']} is {engine_state(engine)}")
     return 0
 
 
@@ -76,9 +76,3 @@ def run_role(arguments: argparse.Namespace) -> int:
     engine = ask_router(arguments, lambda router: router.set_role(arguments.engine, arguments.role))
     print(f"{engine['name']} has the role {engine['role']}; {engine['requests']} requests go on in theirs")
     return 0
-
-
-def _state(engine: dict[str, Any]) -> str:
-    if engine["drained"]:
-        return "drained"
-    return "draining" if engine["draining"] else str(engine["state"])

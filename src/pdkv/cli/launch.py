@@ -88,6 +88,9 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("model_tag", nargs="?", action=Noted, metavar="DIR", help="the same as --model DIR")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by their names")
+    parser.add_argument(
+        "--check", action="store_true", help="only check the options, the model and the memory they need; start nothing"
+    )
     for title, flags in flag_groups().items():
         group = parser if title.endswith("only") else parser.add_argument_group(title, _GROUPS.get(title))
         add_flags(group, flags)
@@ -153,9 +156,9 @@ def launch_variables() -> set[str]:
 def run(arguments: argparse.Namespace) -> int:
     """Run `pd launch`."""
     deployment = read_deployment(arguments)
-    from pdkv.launch.launcher import launch
+    from pdkv.launch.launcher import check, launch
     from pdkv.launch.logs import configure_logging
 
     configure_logging("launcher", deployment.launch.log_level, deployment.router.observability.log_format)
     warn_of_given_secrets(arguments)
-    return launch(deployment)
+    return check(deployment) if arguments.check else launch(deployment)

@@ -17,6 +17,7 @@ from pdkv.cli import key as cli_key
 from pdkv.cli import launch as cli_launch
 from pdkv.cli import restart as cli_restart
 from pdkv.cli import scale as cli_scale
+from pdkv.cli import status as cli_status
 from pdkv.cli.options import Parser
 from pdkv.errors import ConfigError, InvalidRequest, PdkvError
 
@@ -62,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     cli_launch.add_command(commands)
     cli_engine.add_command(commands)
     cli_engines.add_commands(commands)
+    cli_status.add_commands(commands)
     cli_cache.add_command(commands)
     cli_scale.add_command(commands)
     cli_restart.add_command(commands)

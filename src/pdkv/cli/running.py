@@ -27,7 +27,12 @@ def add_run_flag(parser: argparse.ArgumentParser, *, default: str | None = None)
 
 
 def find_run(arguments: argparse.Namespace) -> Path:
-    """The run directory of the launch that is meant.
+    """The run directory of `find_launch`."""
+    return Path(find_launch(arguments).path)
+
+
+def find_launch(arguments: argparse.Namespace) -> RunInfo:
+    """The launch that is meant.
 
     Raises:
         StartupError: none runs.
@@ -40,10 +45,10 @@ def find_run(arguments: argparse.Namespace) -> Path:
             "is found with the same TMPDIR)"
         )
     if arguments.run_name is None and len(launches) == 1:
-        return Path(launches[0].path)
+        return launches[0]
     found = [launch for launch in launches if arguments.run_name is not None and launch.is_called(arguments.run_name)]
     if len(found) == 1:
-        return Path(found[0].path)
+        return found[0]
     known = "; ".join(map(_describe, launches))
     if arguments.run_name is None:
         raise ConfigError(f"{len(launches)} launches run: name one by --run PORT: {known}")
@@ -76,6 +81,13 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def engine_state(engine: dict[str, Any]) -> str:
+    """Of an engine as the router describes it, for people."""
+    if engine["drained"]:
+        return "drained"
+    return "draining" if engine["draining"] else str(engine["state"])
 
 
 def add_drain_flag(parser: argparse.ArgumentParser) -> None:

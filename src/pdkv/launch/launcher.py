@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
+from pdkv.kernels.compiled import any_built
 from pdkv.launch.config import Deployment
 from pdkv.launch.control import ControlServer
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
@@ -24,9 +26,10 @@ from pdkv.launch.plan import check_memory, plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
-from pdkv.models.config import load_model_config
+from pdkv.models.config import load_model_config, resolve_max_model_len
 from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.models.hub import with_local_model
+from pdkv.models.shard import Shard
 from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_key_file
 from pdkv.router.http.server.certificates import load_context
@@ -62,8 +65,37 @@ def launch(deployment: Deployment) -> int:
             await _serve(deployment, fleet, run_dir, host_memory, listener, lifeline_fd)
 
     with listen(deployment.launch.host, deployment.launch.port) as listener:
+        advise(deployment, listener)
         run_supervised(serve)
     return 0
+
+
+def check(deployment: Deployment) -> int:
+    """Refuse what `launch` would refuse before it starts a process, and say what it would start; returns the exit code.
+
+    Raises:
+        ConfigError: a wrong value.
+    """
+    from pdkv.engine.worker.executor import describe_pool  # with torch, which takes seconds
+
+    deployment = check_deployment(deployment)
+    listen(deployment.launch.host, deployment.launch.port).close()
+    with RunDirectory() as run_dir:
+        fleet = plan_fleet(deployment, run_dir)
+    engines = [f"  {e.name}: {e.config.threads} CPU threads, {describe_pool(e.config)}" for e in fleet.engines]
+    print(
+        f"{deployment.shape}: {fleet.router.served_model_names[0]} from {deployment.prefill.model}", *engines, sep="\n"
+    )
+    return 0
+
+
+def advise(deployment: Deployment, listener: socket.socket) -> None:
+    """Warn of what is allowed and seldom meant."""
+    if not any_built():
+        logger.warning("compiled kernels are absent: torch computes instead, slower on CPUs (docs/cpu.md)")
+    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    if not address.is_loopback and deployment.router.access.api_key_file is None:
+        logger.warning("%s can be reached from other hosts, and --api-key-file is not given: all may use it", address)
 
 
 def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None]]) -> None:
@@ -113,12 +145,17 @@ def check_deployment(deployment: Deployment) -> Deployment:
 
 
 def check_models(deployment: Deployment) -> None:
-    """Refuse a model that is not computed, and lengths that give prefill and decode different ones. Raises ConfigError.
+    """Refuse a model that is not computed, ranks that cannot share its heads, lengths beyond its positions, and lengths
+    that give prefill and decode different frequencies. Raises ConfigError.
 
     KV is of no use to an engine that rotates queries by other frequencies than its keys were rotated by.
     """
     prefill, decode = deployment.prefill, deployment.decode
     read_sampling_defaults(prefill.model, prefill.generation_config)
+    for config in [prefill, decode] if deployment.launch.prefill else [decode]:
+        model = load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
+        resolve_max_model_len(model, config.max_model_len)
+        Shard(0, config.tp).heads(model.num_kv_heads)
     rope = load_model_config(decode.model, decode.max_model_len, decode.ignore_config_fields).rope_scaling
     other = load_model_config(prefill.model, prefill.max_model_len, prefill.ignore_config_fields).rope_scaling
     if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:

@@ -43,6 +43,10 @@ class RouterAdmin:
         answer = await self._call("GET", f"{_ENGINES}?fresh=true" if fresh else _ENGINES)
         return list(answer["engines"])
 
+    async def figures(self) -> dict[str, float]:
+        """The router's metrics that have no labels, by name."""
+        return {name: float(value) for name, value in (await self._call("GET", "/admin/figures")).items()}
+
     async def caches(self) -> list[dict[str, Any]]:
         """What the pool and the tiers of each engine hold and gave."""
         answer = await self._call("GET", "/admin/cache")
