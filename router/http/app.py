@@ -21,6 +21,7 @@ from pdkv.models.config import ModelConfig
 from pdkv.parsers.registry import find_reasoning_parser, find_tool_parser
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.tenants import Tenant
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.answer.completions import WholeCompletion
 from pdkv.router.http.answer.replies import ReplyForms
@@ -37,8 +38,9 @@ from pdkv.router.http.read.intake import Intake
 from pdkv.router.http.read.job import Job, prepare_chat, prepare_completion
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.text_pool import TextPool
-from pdkv.router.http.responses_api.prepare import RESPONSES, prepare_responses
+from pdkv.router.http.responses_api.prepare import RESPONSES, Kept, prepare_responses
 from pdkv.router.http.responses_api.replies import ResponseEvents, WholeResponse
+from pdkv.router.http.responses_api.store import ResponseStore
 from pdkv.router.http.server.access_log import AccessLogged
 from pdkv.router.http.server.auth import Authenticate, PlainPaths
 from pdkv.router.http.server.budget import ByteBudget
@@ -171,14 +173,15 @@ def _generating(
 ) -> list[Route]:
     ignores_unknown = shared.api.ignores_unknown
 
-    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant) -> Job:
         return prepare_completion(COMPLETION.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
 
-    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant) -> Job:
         return prepare_chat(CHAT.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
 
-    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
-        return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
+    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, tenant: Tenant) -> Job:
+        kept = Kept(responses, tenant.keeper) if tenant.digest and responses.keep_s else None
+        return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled, kept)
 
     def route(path: str, name: Endpoint, prepare: Prepare, forms: ReplyForms) -> Route:
         endpoint = GenerateEndpoint(
@@ -196,6 +199,8 @@ def _generating(
         )
         return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
 
+    limits = shared.limits
+    responses = ResponseStore(limits.max_kept_responses, limits.keep_responses_s, limits.max_body_bytes)
     answers = ByteBudget(shared.limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     completions = ReplyForms(ChunkEncoder, WholeCompletion)
     return [

@@ -60,7 +60,7 @@ OPERATIONS = (
     _generates(
         "/v1/chat/completions", "Answer a conversation", ChatBody, reply.ChatCompletion, reply.ChatCompletionChunk
     ),
-    _generates("/v1/responses", "Answer a conversation of items; nothing is kept", ResponsesBody, *_RESPONSE),
+    _generates("/v1/responses", "Answer a conversation of items", ResponsesBody, *_RESPONSE),
     _of_tokens("/tokenize", "Tokens of a text or of a conversation", TokenizeReply, TokenizeTextBody, TokenizeChatBody),
     _of_tokens("/detokenize", "The text of tokens", DetokenizeReply, DetokenizeBody),
     Operation("get", "/v1/models", "The served model", reply=reply.ModelList, errors=("401",), tag="models"),

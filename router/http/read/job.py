@@ -4,6 +4,7 @@ Nothing here awaits: small bodies are prepared on the event loop, others on a th
 lengths are checked before anything is done per choice, prompt, message or character.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -60,6 +61,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran
     answer: AnswerFormat | None = None  # how its calls and thoughts are told from its text; None: it is all text
+    own_tools: Mapping[str, Any] = {}  # of /v1/responses: what the client calls its functions
+    keep: Callable[[str, bytes], None] | None = None  # of it: keeps a response by its id, and the items of its output
     repeated: bytes = b""  # of /v1/responses: what its reply says again of the request, a JSON object in ASCII
 
 
