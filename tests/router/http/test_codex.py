@@ -321,4 +321,4 @@ def test_namespaces_within_each_other_and_a_great_many_tools_are_refused() -> No
     assert exchange.status == 400
     many = {"model": MODEL, "input": "x", "tools": [{"type": "function", "name": "f"}] * 100_000}
     error = ask("Hi", many).json()["error"]
-    assert "lists and objects" in error["message"]
+    assert "fewer or simpler tools" in error["message"]

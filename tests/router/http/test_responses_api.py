@@ -523,7 +523,7 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
         ({"input": None}, "input", "null"),
         ({"input": [5]}, "input[0]", "object"),
         ({"input": "x" * 100_000}, "input", "the model's length"),
-        ({"input": [{"role": "user", "content": "x"}] * 4097}, "input", "at most 4096"),
+        ({"input": [{"role": "user", "content": "x"}] * 8193}, "input", "at most 8192"),
         ({"input": [{}]}, "input[0].content", "is required: the item is a message"),
         ({"input": [{"content": "x"}]}, "input[0].role", "is required"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool' is not supported"),
