@@ -114,6 +114,7 @@ def create_app(
         sampling_defaults=sampling_defaults or {},
         tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source),
         reasoning_parser=find_reasoning_parser(api.reasoning_parser),
+        stops_in_thoughts=api.stop_in_reasoning,
         logits_processors=tuple(logits_processors),
         takes_templates=api.trust_request_chat_template,
     )

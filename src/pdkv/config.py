@@ -268,6 +268,9 @@ class HttpApi(Options):
     trust_request_chat_template: bool = option(
         False, "take chat_template of requests; each is rendered by a process of its own, with 2 s of a processor"
     )
+    stop_in_reasoning: bool = option(
+        False, "let stop strings end an answer within its reasoning, too; else they look at what follows it"
+    )
 
     @property
     def ignores_unknown(self) -> bool:

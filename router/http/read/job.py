@@ -46,6 +46,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams  # of every choice; where the client gave no seed, one is drawn per prompt
     grammar_param: str = ""  # the field that asks for params.grammar
     stops: StopAutomaton | None = None  # of params.stop
+    shows_stop: bool = False  # what ends the text belongs to it
     n: int
     stream: bool
     include_usage: bool
@@ -170,6 +171,7 @@ def _job(
         params=msgspec.structs.replace(params, n=1, grammar=grammar),
         grammar_param=rules.param,
         stops=StopAutomaton(params.stop) if params.stop else None,
+        shows_stop=body.include_stop_str_in_output or False,
         n=params.n,
         stream=stream,
         include_usage=options is not None and (options.include_usage or False),

@@ -77,6 +77,7 @@ def answer_format(body: ChatBody, prompt: Prompt, tools: list[Tool], model: Serv
         tool_names=frozenset(tool.name for tool in tools),
         several_calls=body.parallel_tool_calls is not False,
         named_tool=isinstance(body.tool_choice, NamedToolChoice),
+        stops_in_thoughts=model.stops_in_thoughts,
     )
 
 
