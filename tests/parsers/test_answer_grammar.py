@@ -62,7 +62,7 @@ class Family:
     def __init__(self, name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self.name = name
         self.parser = TOOL_PARSERS.load(name.partition(",")[0])
-        self.format = AnswerFormat(tool_parser=self.parser, tool_names=TOOLS)
+        self.format = AnswerFormat(tool_parser=self.parser, tools=dict.fromkeys(TOOLS))
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
 

@@ -74,7 +74,7 @@ def answer_format(body: ChatBody, prompt: Prompt, tools: list[Tool], model: Serv
         prompt=_thinking(body, prompt, model),
         shows_reasoning=body.include_reasoning is not False,
         tool_parser=model.tool_parser if tools else None,
-        tool_names=frozenset(tool.name for tool in tools),
+        tools={tool.name: tool.parameters for tool in tools},
         several_calls=body.parallel_tool_calls is not False,
         named_tool=isinstance(body.tool_choice, NamedToolChoice),
         stops_in_thoughts=model.stops_in_thoughts,

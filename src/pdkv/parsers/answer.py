@@ -1,7 +1,8 @@
 """One answer's text told apart: thoughts first, calls and text in what follows."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from pdkv.parsers.parts import CallEnd, Content, Part, Reasoning, joined
 from pdkv.parsers.reasoning import ReasoningParser, Split, Thinking
@@ -16,7 +17,7 @@ class AnswerFormat:
     prompt: Thinking = "unsaid"
     shows_reasoning: bool = True  # else thoughts are dropped
     tool_parser: type[ToolParser] | None = None
-    tool_names: frozenset[str] = frozenset()
+    tools: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)  # schemas of arguments, by name
     several_calls: bool = True  # else the answer ends behind its first call
     named_tool: bool = False  # the client chose the tool: OpenAI's finish reason is "stop" then
     stops_in_thoughts: bool = False  # else stop strings end the answer only behind them
@@ -51,7 +52,7 @@ class AnswerStream:
         """The stop string that ended the text: nothing more is read of it."""
         self._stops = stops
         self._reasoning = format.reasoning_parser(format.prompt) if format.reasoning_parser is not None else None
-        self._tools = format.tool_parser(format.tool_names) if format.tool_parser is not None else None
+        self._tools = format.tool_parser(format.tools) if format.tool_parser is not None else None
         self._shows_reasoning = format.shows_reasoning
         self._several_calls = format.several_calls
         self.ended = False

@@ -100,7 +100,9 @@ class AnswerRules:
 
     def _syntax(self, calls: Calls, knows: KnowsToken, time: SchemaTime) -> CallSyntax:
         formats = [
-            CallFormat(tool.name, _arguments(tool, time) if calls.required or tool.strict else json_of(_ANY_OBJECT))
+            CallFormat(tool.name, _arguments(tool, time), tool.parameters, is_enforced=True, time=time)
+            if calls.required or tool.strict
+            else CallFormat(tool.name, json_of(_ANY_OBJECT))
             for tool in calls.tools
         ]
         with naming("tools"):

@@ -18,6 +18,9 @@ TOOL_PARSERS: "Registry[ToolParser]" = Registry(
         "hermes": "pdkv.parsers.hermes:HermesParser",
         "llama3_json": "pdkv.parsers.llama3_json:Llama3JsonParser",
         "mistral": "pdkv.parsers.mistral:MistralParser",
+        "qwen3_coder": "pdkv.parsers.tagged:Qwen3CoderParser",
+        "glm45": "pdkv.parsers.tagged:Glm45Parser",
+        "pythonic": "pdkv.parsers.pythonic:PythonicParser",
     },
     "pdkv.parsers.tool_parser:ToolParser",
 )

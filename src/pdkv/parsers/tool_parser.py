@@ -2,10 +2,11 @@
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from pdkv.grammar.formats import Format, Tag, separated, triggered
+from pdkv.grammar.schema_time import SchemaTime
 from pdkv.parsers.call_object import CallObject
 from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part
 from pdkv.parsers.prose import Prose
@@ -20,6 +21,9 @@ class CallFormat(NamedTuple):
 
     name: str
     arguments: Format  # JSON objects
+    schema: Mapping[str, Any] | None = None  # of the same
+    is_enforced: bool = False  # else any object will do
+    time: SchemaTime | None = None  # what reading its parts may take
 
 
 class CallSyntax(NamedTuple):
@@ -51,9 +55,10 @@ class ToolParser(ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that the parser looks for: they are shown to it where they are special tokens, too."""
 
-    def __init__(self, names: Collection[str] = ()) -> None:
-        """`names`: those of the request's tools."""
-        self.names = frozenset(names)
+    def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
+        """`tools`: the schemas of the arguments of the request's tools, by their names."""
+        self.tools = tools or {}
+        self.names = frozenset(self.tools)
         self.num_calls = 0
         self._state: State = self._read_text
         self._object = CallObject()
