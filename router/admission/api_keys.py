@@ -6,10 +6,8 @@ scrypt would make dearer, while a slow hash of whatever a stranger sends would c
 
 import hashlib
 import logging
-import os
 import re
 import secrets
-import stat
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +18,7 @@ from msgspec import Meta
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.options import parse_size
+from pdkv.base.secret_options import read_own_file
 from pdkv.errors import ConfigError, Unauthorized
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
 from pdkv.wire.kv import MAX_KV_QUOTA_BYTES, MAX_KV_TTL_S, KVTerms
@@ -151,19 +150,10 @@ class KeyRing:
 
 def read_key_file(path: Path) -> list[_Key]:
     """The keys of a file. Raises ConfigError, which says what is wrong where and never repeats a hash or a salt."""
+    text = read_own_file(path, "the key file", MAX_FILE_BYTES)
     try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from None
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"the key file {path} may be written by other users: make it yours, and chmod 600 {path}")
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"the key file {path} has more than {MAX_FILE_BYTES} bytes")
-    try:
-        parsed = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        parsed = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         where = re.search(r"line \d+", str(error))
         raise ConfigError(f"the key file {path} is not TOML{f', {where[0]}' if where else ''}") from None
     try:

@@ -112,7 +112,7 @@ def create_app(
         eos_token_ids=model_config.eos_token_ids,
         max_model_len=model_config.num_positions if max_model_len is None else max_model_len,
         sampling_defaults=sampling_defaults or {},
-        tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source),
+        tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source, api.tool_parser_plugin),
         reasoning_parser=find_reasoning_parser(api.reasoning_parser),
         stops_in_thoughts=api.stop_in_reasoning,
         logits_processors=tuple(logits_processors),

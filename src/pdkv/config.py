@@ -262,6 +262,11 @@ class HttpApi(Options):
         "parser for tool calls in answers; auto: chosen by the model's chat template, none: they stay in the text",
         metavar="NAME",
     )
+    tool_parser_plugin: Path | None = option(
+        None,
+        "file of Python that defines a tool parser, which runs in the router; only you may be able to write it",
+        metavar="FILE",
+    )
     reasoning_parser: str = option(
         "none", "parser that separates reasoning from the answer; none: it stays in the text", metavar="NAME"
     )

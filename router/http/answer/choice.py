@@ -8,6 +8,7 @@ import msgspec
 from pdkv.errors import MalformedMessage, RequestFailed
 from pdkv.parsers.answer import AnswerStream
 from pdkv.parsers.parts import Part, joined
+from pdkv.parsers.tool_parser import failing
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.prompts import Prompt
 from pdkv.router.http.read.served_model import ServedModel
@@ -141,9 +142,9 @@ class Choice:
     def _new_answer(job: Job) -> AnswerStream | None:
         if job.answer is None:
             return None
-        if job.stops is None or not _stops_behind_thoughts(job):
-            return AnswerStream(job.answer)
-        return AnswerStream(job.answer, StopStrings(job.stops, shown=job.shows_stop))
+        behind = job.stops is not None and _stops_behind_thoughts(job)
+        with failing(job.answer.tool_parser):
+            return AnswerStream(job.answer, StopStrings(job.stops or (), shown=job.shows_stop) if behind else None)
 
     def request(
         self, *, timeout_s: float, stall_timeout_s: float, label: str, traceparent: str = "", near: str = ""
@@ -173,7 +174,8 @@ class Choice:
         if self._job.prompt_only:
             return self._push_prompt_only(delta)
         if self._answer is not None:
-            return self._push_parsed(delta, self._answer)
+            with failing(self._job.answer.tool_parser if self._job.answer is not None else None):
+                return self._push_parsed(delta, self._answer)
         echo_text, shown = self._echo() if self._echo_pending else ("", [])
         if delta.logprobs is None:
             text, num_tokens, stop = self._text.push(delta.token_ids)

@@ -95,7 +95,8 @@ def check_deployment(deployment: Deployment) -> Deployment:
     """
     plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
     find_policy(deployment.launch.policy)
-    check_parser_names(deployment.router.api.tool_parser, deployment.router.api.reasoning_parser)
+    api = deployment.router.api
+    check_parser_names(api.tool_parser, api.reasoning_parser, api.tool_parser_plugin)
     if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
     check_processors(deployment)
