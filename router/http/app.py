@@ -42,7 +42,7 @@ from pdkv.router.http.responses_api.prepare import RESPONSES, Kept, prepare_resp
 from pdkv.router.http.responses_api.replies import ResponseEvents, WholeResponse
 from pdkv.router.http.responses_api.store import ResponseStore
 from pdkv.router.http.server.access_log import AccessLogged
-from pdkv.router.http.server.auth import Authenticate, PlainPaths
+from pdkv.router.http.server.auth import RESET_PATH, Authenticate, PlainPaths
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.errors import error_body, json_response
@@ -268,10 +268,39 @@ def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[]
     return current
 
 
+_TEXT_ALONE = "this server generates text only (completions, chat, responses)"
+_NOT_HERE = {
+    **dict.fromkeys(
+        [
+            *(
+                "/v1/embeddings",
+                "/embeddings",
+                "/score",
+                "/v1/score",
+                "/rerank",
+                "/v1/rerank",
+                "/v2/rerank",
+                "/pooling",
+            ),
+            *("/classify", "/v1/audio/", "/v1/images/", "/v1/moderations", "/v1/realtime"),
+        ],
+        _TEXT_ALONE,
+    ),
+    "/v1/messages": f"{_TEXT_ALONE} by OpenAI's API, not by Anthropic's",
+    "/v1/load_lora_adapter": "this server serves one model, without adapters",
+    "/v1/unload_lora_adapter": "this server serves one model, without adapters",
+    RESET_PATH: "it takes a server with API keys (--api-key-file) and an admin's; without, see `pd cache clear`",
+}
+"""What other servers have, and why it is not there."""
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 in OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {clip(request.scope['path'])}: {error.detail}"  # its url trusts the Host header
+    path = request.scope["path"]
+    message = f"{request.method} {clip(path)}: {error.detail}"  # its url trusts the Host header
+    if error.status_code == 404:
+        message += next((f": {why}" for start, why in _NOT_HERE.items() if path.startswith(start)), "")
     response = json_response(error_body(message, status=error.status_code), status=error.status_code)
     response.headers.update(error.headers or {})
     return response

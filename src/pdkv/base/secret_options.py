@@ -12,6 +12,9 @@ MAX_FILE_BYTES = 64 * 1024
 STORE_SIGN_KEY = "PDKV_STORE_SIGN_KEY"
 """The environment variable of the secret that stored values are signed with; it has no flag."""
 
+API_KEY = "PDKV_API_KEY"
+"""The environment variable of the one key of a launch that has no key file; it has no flag either."""
+
 _URLS = re.compile(r"(?<=://)(?!/)[^\s'\"]+")  # file:///… has no user and no password
 _NEXT_URL = re.compile(r"(,[a-z+]+://)")
 _IN_QUERY = re.compile(r"(?<=[?&])(user(?:name)?|password)=[^&\s'\",]*", re.IGNORECASE)

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.models.hub import with_local_model
 from pdkv.parsers.registry import check_parser_names
-from pdkv.router.admission.api_keys import read_key_file
+from pdkv.router.admission.api_keys import read_keys
 from pdkv.router.http.server.certificates import load_context
 from pdkv.router.metrics.tracing import check_tracing
 from pdkv.router.routing.policies import find_policy
@@ -61,7 +62,8 @@ def launch(deployment: Deployment) -> int:
                 host_memory.keep(spec)
             await _serve(deployment, fleet, run_dir, host_memory, listener, lifeline_fd)
 
-    with listen(deployment.launch.host, deployment.launch.port) as listener:
+    options = deployment.launch
+    with listen(options.host, options.port) if options.uds is None else listen_at(options.uds) as listener:
         run_supervised(serve)
     return 0
 
@@ -100,8 +102,7 @@ def check_deployment(deployment: Deployment) -> Deployment:
     if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
     check_processors(deployment)
-    if deployment.router.access.api_key_file is not None:
-        read_key_file(deployment.router.access.api_key_file)
+    read_keys(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:
         ClusterKey.read(deployment.launch.cluster_key_file)
     if deployment.router.tls.ssl_certfile is not None:
@@ -164,6 +165,30 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:  # socket.gaierror is one
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
+
+
+@contextlib.contextmanager
+def listen_at(path: Path) -> Iterator[socket.socket]:
+    """A listening unix socket at `path`, which is removed in the end; one that a killed launch left is replaced.
+
+    Raises:
+        ConfigError: something else is there, or it cannot be made.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            if path.is_socket():
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                    other.setblocking(False)
+                    if other.connect_ex(str(path)) == errno.ECONNREFUSED:
+                        path.unlink()
+            listener.bind(str(path))
+            listener.listen(LISTEN_BACKLOG)
+        except OSError as error:  # "AF_UNIX path too long" has no number
+            raise ConfigError(f"cannot listen on {path} (--uds): {error.strerror or error}") from None
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
 
 
 async def _serve(
@@ -272,6 +297,8 @@ def _make_control(
 
 
 def _url(listener: socket.socket, scheme: str) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

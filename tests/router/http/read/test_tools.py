@@ -299,7 +299,9 @@ def test_a_third_party_can_bring_a_parser(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "pdkv.tool_parsers" else [])
     check_parser_names("theirs", "none")
     assert find_tool_parser("theirs", "") is TOOL_PARSERS.load("hermes")
-    with pytest.raises(ConfigError, match=r"unknown tool parser 'hermse' \(did you mean 'hermes'\?\); known: glm45, hermes"):
+    with pytest.raises(
+        ConfigError, match=r"unknown tool parser 'hermse' \(did you mean 'hermes'\?\); known: glm45, hermes"
+    ):
         check_parser_names("hermse", "none")
     with pytest.raises(ConfigError, match="unknown reasoning parser 'theirs'; known: deepseek_r1"):
         check_parser_names("auto", "theirs")
