@@ -355,15 +355,10 @@ class HttpLimits(Options):
         "free; beyond it requests fail",
     )
 
-    keep_responses_s: float = option(
-        3600.0,
-        "how long a response is kept for previous_response_id, for a client with an API key; 0: not at all",
-        ge=0,
-        le=MAX_SECONDS,
+    keep_responses_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
+        3600.0, "how long a response is kept for previous_response_id, for a client with an API key; 0: not at all"
     )
-    max_kept_responses: int = option(
-        64 << 20, "memory of responses that are kept; beyond it the oldest are forgotten", size=True, ge=1
-    )
+    max_kept_responses: Size = option(64 << 20, "memory of responses that are kept; beyond it the oldest are forgotten")
 
     def __post_init__(self) -> None:
         super().__post_init__()

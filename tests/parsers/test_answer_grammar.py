@@ -23,6 +23,7 @@ from pdkv.grammar.matching.vocabulary import Vocabulary
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
+from pdkv.parsers.members import kinds_of, member_schema
 from pdkv.parsers.reasoning import Thinking
 from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from pdkv.parsers.tools import Tool, read_tools
@@ -288,6 +289,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a text or an object": {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "object"}]}}},
     "a value with the closing tag": {"properties": {"a": {"enum": ["b", "</parameter>", "</arg_value>"]}}},
     "what is read back as another value": {"properties": {"a": {"enum": ["1", 1]}}},
+    "a great many arguments": {"properties": {f"p{i}": {} for i in range(201)}},
     "arguments that depend on each other": {"properties": {"a": {}}, "minProperties": 1},
 }
 
@@ -331,3 +333,26 @@ def test_texts_and_optional_arguments(family: Family) -> None:
     [(_, arguments)] = gather(read(format, list(text)))[2]
     assert json.loads(arguments) == {"a": '<b> "x"\n', "b": ["</parameter>"], "c": 4}
     assert not accepts(family.matcher(rules), family, text.replace("4", "6"))
+
+
+NESTED = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 3} for i in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kinds"),
+    [
+        ({"$ref": "#/$defs/d0", "$defs": {**NESTED, "d40": {"type": "string"}}}, None),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, None),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, None),
+        ({"anyOf": [{"type": "string"}] * 100_000}, None),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}], "$defs": {"a": {"enum": ["x", None]}}},
+         {"string", "null", "number"}),
+    ],
+    ids=["many ways", "itself", "a reference to itself", "a great many", "references"],
+)  # fmt: skip
+def test_what_a_schema_says_of_a_value_is_soon_known(schema: dict[str, Any], kinds: set[str] | None) -> None:
+    tool = {
+        "properties": {"a": {key: schema[key] for key in schema if key != "$defs"}},
+        "$defs": schema.get("$defs", {}),
+    }
+    assert kinds_of(member_schema(tool, "a")) == kinds

@@ -103,7 +103,7 @@ class GenerationBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str | None = None  # absent: the one that is served
     stream: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # a hint: there is one tier
     store: OnlyFalse | None = None
     # labels
     user: str | None = None

@@ -152,7 +152,6 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
     max_tool_calls: Int64 | None = None  # of tools that the server runs: it has none
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     client_metadata: dict[str, Any] | None = None  # Codex's: a label
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # a hint
     previous_response_id: str | None = None  # of those that are kept for an API key
     store: bool | None = None
     # what would need a server that keeps more

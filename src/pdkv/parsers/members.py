@@ -18,6 +18,8 @@ _OF_OBJECT = _ABOUT | {"type", "properties", "required", "additionalProperties",
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
 _MAX_REFERENCES = 32
+_MAX_WAYS = 64
+_MAX_MEMBERS = 200
 
 
 class Member(NamedTuple):
@@ -42,8 +44,11 @@ def read_members(schema: Schema | None) -> list[Member] | None:
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise InvalidRequest("properties must be an object, and required a list")
-    names = [*properties, *(name for name in required if isinstance(name, str) and name not in properties)]
-    return [Member(name, name in required, _resolved(properties.get(name, {}), schema)) for name in names]
+    needed = dict.fromkeys(name for name in required if isinstance(name, str))
+    names = [*properties, *(name for name in needed if name not in properties)]
+    if len(names) > _MAX_MEMBERS:
+        raise InvalidRequest(f"more than {_MAX_MEMBERS} arguments cannot be enforced in the format of this model")
+    return [Member(name, name in needed, _resolved(properties.get(name, {}), schema)) for name in names]
 
 
 def member_schema(schema: Schema | None, name: str) -> Schema:
@@ -53,55 +58,63 @@ def member_schema(schema: Schema | None, name: str) -> Schema:
     return _resolved(given, schema or {})
 
 
+def _ways(schema: Schema) -> list[Schema]:
+    """What a value may be, one by one; of what has too many ways, or leads back to itself, it is the schema itself."""
+    found, todo = [], [schema]
+    for _ in range(_MAX_WAYS):
+        if not todo:
+            return found
+        one = todo.pop(0)
+        nested = one.get("anyOf")
+        if isinstance(nested, list) and len(nested) <= _MAX_WAYS and one.keys() <= {*_ABOUT, *_DEFINITIONS, "anyOf"}:
+            todo += [_resolved(way, schema) for way in nested]
+        else:
+            found.append(one)
+    return [schema]
+
+
 def kinds_of(schema: Schema) -> frozenset[str] | None:
     """The JSON types that values may have, integers being numbers; None: it does not say."""
-    given = schema.get("type")
-    if given is not None:
-        kinds = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-        return frozenset("number" if kind == "integer" else kind for kind in kinds if isinstance(kind, str))
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = schema["enum"] if "enum" in schema else [schema["const"]]
-        return frozenset(_KINDS.get(type(value), "object") for value in values)
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(ways := schema.get(keyword), list):
-            found = [kinds_of(_resolved(way, schema)) for way in ways]
-            return None if None in found else frozenset().union(*filter(None, found))
-    return None
+    kinds: set[str] = set()
+    for way in _ways(schema):
+        given = way.get("type")
+        if isinstance(given, str | list):
+            names = [given] if isinstance(given, str) else given
+            kinds.update("number" if name == "integer" else name for name in names if isinstance(name, str))
+        elif "const" in way or isinstance(way.get("enum"), list):
+            values = way["enum"] if "const" not in way else [way["const"]]
+            kinds.update(_KINDS.get(type(value), "object") for value in values)
+        else:
+            return None
+    return frozenset(kinds)
 
 
 def is_free_text(schema: Schema) -> bool:
     """Whether any text may be written where such a value stands: read back, it is one of those."""
     if schema.keys() <= {*_ABOUT, *_DEFINITIONS}:
         return True
-    ways = schema.get("anyOf", [schema])
-    if not isinstance(ways, list) or any(key not in {*_ABOUT, *_DEFINITIONS, "type", "anyOf"} for key in schema):
-        return False
-    if ways != [schema] and not all(isinstance(w, Mapping) and w.keys() <= _ABOUT | {"type"} for w in ways):
-        return False
-    kinds = kinds_of(schema)
-    integers = "integer" in json.dumps(schema.get("type", ways))
-    return kinds is not None and "string" in kinds and kinds <= {"string", "null", "boolean", "number"} and not integers
+    ways, kinds = _ways(schema), kinds_of(schema) or frozenset()
+    is_plain = all(way.keys() <= {*_ABOUT, *_DEFINITIONS, "type"} and "integer" not in way["type"] for way in ways)
+    return is_plain and "string" in kinds and kinds <= {"string", "null", "boolean", "number"}
 
 
 def values_of(schema: Schema) -> list[Any] | None:
     """All that such a value may be; None: that is no list."""
-    if schema.keys() - {*_ABOUT, *_DEFINITIONS, "type", "enum", "const", "anyOf"}:
-        return None
-    if isinstance(schema.get("enum"), list):
-        return list(schema["enum"])
-    if "const" in schema:
-        return [schema["const"]]
-    if isinstance(schema.get("anyOf"), list):
-        found = [values_of(_resolved(way, schema)) for way in schema["anyOf"]]
-        return None if None in found else [value for values in found for value in values or ()]
-    return {"null": [None], "boolean": [True, False]}.get(str(schema.get("type")))
+    of_types: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
+    found: list[Any] = []
+    for way in _ways(schema):
+        values = [way["const"]] if "const" in way else way.get("enum", of_types.get(str(way.get("type"))))
+        if not isinstance(values, list) or way.keys() - {*_ABOUT, *_DEFINITIONS, "type", "enum", "const"}:
+            return None
+        found += values
+    return found
 
 
 def json_of_written(text: str, kinds: frozenset[str] | None) -> str:
     """A value that was written without quotes as JSON: of a type that it may have, else a string."""
     bare = text.strip()
     bare = _PYTHON_WORDS.get(bare, bare)
-    if bare and kinds != {"string"}:
+    if bare and kinds != frozenset({"string"}):
         value = JsonValue()
         if value.push(bare + " ") >= len(bare) and value.done and (kinds is None or _kind(bare) in kinds - {"string"}):
             return bare

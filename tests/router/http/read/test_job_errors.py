@@ -83,7 +83,7 @@ def check(reply: Exchange, status: int, param: str | None, *words: str) -> None:
         ({"truncation_side": "middle"}, "truncation_side", "allowed: 'left', 'right'"),
         ({"prompt_cache_key": "x" * 257}, "prompt_cache_key", "256 bytes"),
         ({"store": True}, "store", "true is not supported; allowed: false"),
-        ({"service_tier": "flex"}, "service_tier", "allowed: 'auto', 'default'"),
+        ({"service_tier": "gold"}, "service_tier", "allowed: 'auto', 'default'"),
         ({"length_penalty": 0.5}, "length_penalty", "allowed: 1.0"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "allowed: 'json_object', 'json_schema'"),
         (
