@@ -60,7 +60,8 @@ def member_schema(schema: Schema | None, name: str) -> Schema:
 
 def _ways(schema: Schema) -> list[Schema]:
     """What a value may be, one by one; of what has too many ways, or leads back to itself, it is the schema itself."""
-    found, todo = [], [schema]
+    found: list[Schema] = []
+    todo = [schema]
     for _ in range(_MAX_WAYS):
         if not todo:
             return found
