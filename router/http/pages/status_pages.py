@@ -93,7 +93,7 @@ class StatusPages:
         model = self._model()
         parsers = {"tool_parser": model.tool_parser, "reasoning_parser": model.reasoning_parser}
         names = {name: None if kind is None else kind.__name__ for name, kind in parsers.items()}
-        return json_response({"version": __version__, "model": self._model_card(), **names})
+        return json_response({"version": __version__, "model": self._model_card(model.name), **names})
 
     async def _load(self, request: Request) -> Response:
         return json_response({"server_load": self._metrics.in_flight})
