@@ -51,11 +51,6 @@ class ServedModel:
         if name is not None and name not in self.names:
             raise unknown_model(name, self)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All of them."""
-        return (self.name, *self.aliases)
-
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequest for an id outside the vocabulary."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
