@@ -23,7 +23,7 @@ from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.router.admission.admission_queue import Admission
-from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.api_keys import KeyRing, read_keys
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.garbage import ShortCollections
@@ -118,7 +118,7 @@ def run_router(
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(spec.engines))
     bodies = body_budget(limits)
     key_file = config.access.api_key_file
-    keys = KeyRing(key_file) if key_file is not None else None
+    keys = KeyRing(key_file) if read_keys(key_file) else None
     tls = Tls(config.tls) if config.tls.ssl_certfile is not None else None
     queue = Admission(dispatcher, config.admission)
     drain = Drain(queue)

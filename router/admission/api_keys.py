@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ from msgspec import Meta
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.options import parse_size
+from pdkv.base.secret_options import API_KEY, read_own_file
 from pdkv.errors import ConfigError, Unauthorized
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
 from pdkv.wire.kv import MAX_KV_QUOTA_BYTES, MAX_KV_TTL_S, KVTerms
@@ -30,6 +30,7 @@ MAX_KEYS = 1024
 MAX_FILE_BYTES = 1 << 20
 
 _PREFIX = "pdk_"
+_MIN_KEY = 8
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -88,16 +89,16 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class KeyRing:
-    """The keys of one file, and the tenants that they stand for."""
+    """The keys of one file, or the one of the environment, and the tenants that they stand for."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = MONOTONIC.now) -> None:
+    def __init__(self, path: Path | None, clock: Callable[[], float] = MONOTONIC.now) -> None:
         """Raises ConfigError for a file that cannot be read, or has something wrong in it."""
         self._path = path
         self._clock = clock
         self._tenants: dict[str, Tenant] = {}
         self._by_digest: dict[bytes, Tenant] = {}
         self._blinding = secrets.token_bytes(32)
-        self._take(read_key_file(path))
+        self._take(read_keys(path) or [])
 
     @property
     def tenants(self) -> list[Tenant]:
@@ -110,7 +111,7 @@ class KeyRing:
         Requests of a key that is gone go on to their end; what a tenant uses stays counted where its name stays.
         """
         try:
-            keys = read_key_file(self._path)
+            keys = read_keys(self._path) or []
         except ConfigError as error:
             logger.error("the API keys stay as they are: %s", error)
             return
@@ -149,21 +150,28 @@ class KeyRing:
         self._tenants, self._by_digest = tenants, by_digest
 
 
+def read_keys(path: Path | None) -> list[_Key] | None:
+    """The keys of a file, or the one of PDKV_API_KEY, which may do what an admin may; None: clients need none.
+
+    Raises:
+        ConfigError: as `read_key_file`; both are there; or a key that is too short.
+    """
+    given = os.environ.get(API_KEY)
+    if not given:
+        return None if path is None else read_key_file(path)
+    if path is not None:
+        raise ConfigError(f"the keys are those of {path} (--api-key-file) or the one of {API_KEY}: give one of them")
+    if len(given) < _MIN_KEY or not given.isascii() or not given.isprintable() or " " in given:
+        raise ConfigError(f"{API_KEY} must have at least {_MIN_KEY} printable ASCII characters, no spaces among them")
+    return [_Key(name="environment", hash=f"sha256:{_digest(given).hex()}", admin=True)]
+
+
 def read_key_file(path: Path) -> list[_Key]:
     """The keys of a file. Raises ConfigError, which says what is wrong where and never repeats a hash or a salt."""
+    text = read_own_file(path, "the key file", MAX_FILE_BYTES)
     try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from None
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"the key file {path} may be written by other users: make it yours, and chmod 600 {path}")
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"the key file {path} has more than {MAX_FILE_BYTES} bytes")
-    try:
-        parsed = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        parsed = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         where = re.search(r"line \d+", str(error))
         raise ConfigError(f"the key file {path} is not TOML{f', {where[0]}' if where else ''}") from None
     try:

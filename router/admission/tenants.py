@@ -80,6 +80,11 @@ class Tenant:
         self._bucket = TokenBucket(grant.tokens_per_minute, float(grant.tokens_per_minute), clock())
         self.grant = grant
 
+    @property
+    def keeper(self) -> str:
+        """Whose its responses are: a key that takes the name of another one over does not take those."""
+        return f"{self.name} {self.grant.salt}"
+
     def change(self, grant: Grant) -> None:
         """Other limits from now on; what is under way goes on."""
         if grant.tokens_per_minute != self.grant.tokens_per_minute:

@@ -173,8 +173,11 @@ class Dispatcher(Listener):
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt + output that all ready engines take, in tokens; None before any is ready."""
-        return min((card.max_model_len for card in self.fleet.cards()), default=None)
+        """Longest prompt + output that all engines take, in tokens; None before any was ready. One that died may be
+        back before what is taken in the meantime is run: what it takes still holds.
+        """
+        cards = (engine.card for engine in self.fleet.engines.values() if not engine.refusal)
+        return min((card.max_model_len for card in cards if card is not None), default=None)
 
     def engines(self) -> list[EngineSnapshot]:
         """The engines as they are now."""

@@ -21,6 +21,7 @@ from pdkv.models.config import ModelConfig
 from pdkv.parsers.registry import find_reasoning_parser, find_tool_parser
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.tenants import Tenant
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.answer.completions import WholeCompletion
 from pdkv.router.http.answer.replies import ReplyForms
@@ -37,10 +38,11 @@ from pdkv.router.http.read.intake import Intake
 from pdkv.router.http.read.job import Job, prepare_chat, prepare_completion
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.text_pool import TextPool
-from pdkv.router.http.responses_api.prepare import RESPONSES, prepare_responses
+from pdkv.router.http.responses_api.prepare import RESPONSES, Kept, prepare_responses
 from pdkv.router.http.responses_api.replies import ResponseEvents, WholeResponse
+from pdkv.router.http.responses_api.store import ResponseStore
 from pdkv.router.http.server.access_log import AccessLogged
-from pdkv.router.http.server.auth import Authenticate, PlainPaths
+from pdkv.router.http.server.auth import RESET_PATH, Authenticate, PlainPaths
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.errors import error_body, json_response
@@ -110,8 +112,9 @@ def create_app(
         eos_token_ids=model_config.eos_token_ids,
         max_model_len=model_config.num_positions if max_model_len is None else max_model_len,
         sampling_defaults=sampling_defaults or {},
-        tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source),
+        tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source, api.tool_parser_plugin),
         reasoning_parser=find_reasoning_parser(api.reasoning_parser),
+        stops_in_thoughts=api.stop_in_reasoning,
         logits_processors=tuple(logits_processors),
         takes_templates=api.trust_request_chat_template,
     )
@@ -171,14 +174,15 @@ def _generating(
 ) -> list[Route]:
     ignores_unknown = shared.api.ignores_unknown
 
-    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant) -> Job:
         return prepare_completion(COMPLETION.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
 
-    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant) -> Job:
         return prepare_chat(CHAT.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
 
-    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
-        return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
+    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, tenant: Tenant) -> Job:
+        kept = Kept(responses, tenant.keeper) if tenant.digest and responses.keep_s else None
+        return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled, kept)
 
     def route(path: str, name: Endpoint, prepare: Prepare, forms: ReplyForms) -> Route:
         endpoint = GenerateEndpoint(
@@ -196,6 +200,8 @@ def _generating(
         )
         return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
 
+    limits = shared.limits
+    responses = ResponseStore(limits.max_kept_responses, limits.keep_responses_s, limits.max_body_bytes)
     answers = ByteBudget(shared.limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     completions = ReplyForms(ChunkEncoder, WholeCompletion)
     return [
@@ -262,10 +268,39 @@ def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[]
     return current
 
 
+_TEXT_ALONE = "this server generates text only (completions, chat, responses)"
+_NOT_HERE = {
+    **dict.fromkeys(
+        [
+            *(
+                "/v1/embeddings",
+                "/embeddings",
+                "/score",
+                "/v1/score",
+                "/rerank",
+                "/v1/rerank",
+                "/v2/rerank",
+                "/pooling",
+            ),
+            *("/classify", "/v1/audio/", "/v1/images/", "/v1/moderations", "/v1/realtime"),
+        ],
+        _TEXT_ALONE,
+    ),
+    "/v1/messages": f"{_TEXT_ALONE} by OpenAI's API, not by Anthropic's",
+    "/v1/load_lora_adapter": "this server serves one model, without adapters",
+    "/v1/unload_lora_adapter": "this server serves one model, without adapters",
+    RESET_PATH: "it takes a server with API keys (--api-key-file) and an admin's; without, see `pd cache clear`",
+}
+"""What other servers have, and why it is not there."""
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 in OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {clip(request.scope['path'])}: {error.detail}"  # its url trusts the Host header
+    path = request.scope["path"]
+    message = f"{request.method} {clip(path)}: {error.detail}"  # its url trusts the Host header
+    if error.status_code == 404:
+        message += next((f": {why}" for start, why in _NOT_HERE.items() if path.startswith(start)), "")
     response = json_response(error_body(message, status=error.status_code), status=error.status_code)
     response.headers.update(error.headers or {})
     return response

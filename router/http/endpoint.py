@@ -18,7 +18,7 @@ from pdkv.base.trace_context import TraceContext, new_trace, parse_traceparent
 from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
 from pdkv.router.admission.admission_queue import Admission, Visit
-from pdkv.router.admission.tenants import TENANT, payer
+from pdkv.router.admission.tenants import TENANT, Tenant, payer
 from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.answer.fanout import Fanout
 from pdkv.router.http.answer.replies import ReplyForms, bytes_per_token, send_reply
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled], Job]
+Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled, Tenant], Job]
 """From a body to a checked request; raises InvalidRequest. Runs on any thread."""
 
 
@@ -188,7 +188,7 @@ class GenerateEndpoint:
         """The checked request, and the task that ends when the client goes away."""
 
         def prepare(body: bytes | bytearray, cancelled: Cancelled) -> Job:
-            return self._prepare(body, model, cancelled)
+            return self._prepare(body, model, cancelled, visit.tenant)
 
         def on_body() -> None:
             exchange.body_is_here = True

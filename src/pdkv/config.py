@@ -262,11 +262,19 @@ class HttpApi(Options):
         "parser for tool calls in answers; auto: chosen by the model's chat template, none: they stay in the text",
         metavar="NAME",
     )
+    tool_parser_plugin: Path | None = option(
+        None,
+        "file of Python that defines a tool parser, which runs in the router; only you may be able to write it",
+        metavar="FILE",
+    )
     reasoning_parser: str = option(
         "none", "parser that separates reasoning from the answer; none: it stays in the text", metavar="NAME"
     )
     trust_request_chat_template: bool = option(
         False, "take chat_template of requests; each is rendered by a process of its own, with 2 s of a processor"
+    )
+    stop_in_reasoning: bool = option(
+        False, "let stop strings end an answer within its reasoning, too; else they look at what follows it"
     )
 
     @property
@@ -346,6 +354,11 @@ class HttpLimits(Options):
         "memory of answers that are not streamed, until they are read, of which a client may hold as much as it leaves "
         "free; beyond it requests fail",
     )
+
+    keep_responses_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
+        3600.0, "how long a response is kept for previous_response_id, for a client with an API key; 0: not at all"
+    )
+    max_kept_responses: Size = option(64 << 20, "memory of responses that are kept; beyond it the oldest are forgotten")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, HostedEngine, LaunchConfig
 from pdkv.launch.engine_host import plan_hosted
-from pdkv.launch.launcher import check_deployment
+from pdkv.launch.launcher import check_deployment, listen_at
 from pdkv.launch.plan import plan_fleet
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.supervisor import Fleet
@@ -148,3 +149,27 @@ def test_routers_of_two_launches_never_have_one_id(run_dir: RunDirectory) -> Non
     """An engine takes the second of an id for the first one's successor, and ends what that one asked for."""
     fleets = [plan(run_dir, LaunchConfig(), EngineConfig(), EngineConfig()) for _ in range(2)]
     assert len({fleet.router.router_id for fleet in fleets}) == 2
+
+
+def test_a_unix_socket_is_there_while_it_is_listened_on(tmp_path: Path) -> None:
+    path = tmp_path / "pd.sock"
+    with listen_at(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        with pytest.raises(ConfigError, match="in use"), listen_at(path):
+            raise AssertionError("two listen at one path")
+    assert not path.exists()
+
+
+def test_a_socket_that_a_killed_launch_left_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+    path = tmp_path / "pd.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with listen_at(path):
+        pass
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="in use"), listen_at(path):
+        raise AssertionError("a file was replaced")
+    assert path.read_text() == "mine"
+    for other in (tmp_path / "nowhere" / "s", tmp_path / ("x" * 120)):
+        with pytest.raises(ConfigError, match="cannot listen on"), listen_at(other):
+            raise AssertionError(f"{other} is listened on")

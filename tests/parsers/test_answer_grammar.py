@@ -17,11 +17,13 @@ import tokenizers
 from answer_parts import gather, read
 from recorded_answers import ANSWERS, TOOLS
 
+from pdkv.errors import InvalidRequest
 from pdkv.grammar.matching.matcher import Matcher
 from pdkv.grammar.matching.vocabulary import Vocabulary
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
+from pdkv.parsers.members import kinds_of, member_schema
 from pdkv.parsers.reasoning import Thinking
 from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from pdkv.parsers.tools import Tool, read_tools
@@ -41,6 +43,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "$defs": {"n": {"anyOf": [{"type": "null"}, {"enum": [";", "{"]}]}},
     },
 }  # fmt: skip
+TAGGED_SCHEMAS: dict[str, dict[str, Any]] = {  # a text that has no quotes can be one of some, or any
+    "get_weather": SCHEMAS["get_weather"],
+    "search": {
+        **SCHEMAS["search"],
+        "properties": {**SCHEMAS["search"]["properties"], "query": {"enum": ["a", "ü{", "\n"]}},
+    },
+}
 SHAPE = {"type": "object", "properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 99}},
          "required": ["answer"]}  # fmt: skip
 MARKERS = {  # special tokens of the families' tokenizers
@@ -49,6 +58,9 @@ MARKERS = {  # special tokens of the families' tokenizers
     "mistral": ("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
     "mistral, before Tekken": ("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
     "mistral, from v11 on": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+    "qwen3_coder": (),
+    "glm45": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "pythonic": ("<|python_start|>", "<|python_end|>"),
 }
 
 
@@ -62,7 +74,8 @@ class Family:
     def __init__(self, name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self.name = name
         self.parser = TOOL_PARSERS.load(name.partition(",")[0])
-        self.format = AnswerFormat(tool_parser=self.parser, tool_names=TOOLS)
+        self.schemas = TAGGED_SCHEMAS if name in ("qwen3_coder", "glm45") else SCHEMAS
+        self.format = AnswerFormat(tool_parser=self.parser, tools={**dict.fromkeys(TOOLS), **self.schemas})
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
 
@@ -85,17 +98,16 @@ class Family:
         return [self._bytes[data] for part in parts for data in part]
 
     def calls(self, choice: str, *, several: bool = True, strict: bool = True) -> Calls:
-        return Calls(parser=self.parser, tools=tools(strict), required=choice == "required", several=several)
+        return Calls(parser=self.parser, tools=self.tools(strict), required=choice == "required", several=several)
+
+    def tools(self, strict: bool) -> list[Tool]:
+        functions = [{"name": name, "parameters": schema, "strict": strict} for name, schema in self.schemas.items()]
+        return read_tools([{"type": "function", "function": function} for function in functions])
 
     def show(self, token_ids: Iterable[int]) -> str:
         """As the router shows it to parsers."""
         detokenizer = self.tokenizer.detokenizer(keep=frozenset(ADDED))
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
-
-
-def tools(strict: bool) -> list[Tool]:
-    functions = [{"name": name, "parameters": schema, "strict": strict} for name, schema in SCHEMAS.items()]
-    return read_tools([{"type": "function", "function": function} for function in functions])
 
 
 @pytest.fixture(scope="module", params=MARKERS)
@@ -136,11 +148,11 @@ def accepts(matcher: Matcher, family: Family, text: str) -> bool:
     return all(map(matcher.accept, [*family.encode(text), eos]))
 
 
-def check_calls(calls: tuple[tuple[str, str], ...], text: str) -> None:
+def check_calls(family: Family, calls: tuple[tuple[str, str], ...], text: str) -> None:
     for name, arguments in calls:
         value = json.loads(arguments)
         assert isinstance(value, dict), text
-        jsonschema.validate(value, SCHEMAS[name])
+        jsonschema.validate(value, family.schemas[name])
 
 
 @pytest.mark.parametrize("several", [True, False])
@@ -152,7 +164,7 @@ def test_required_calls_are_read_as_they_are_written(family: Family, several: bo
         reasoning, content, calls = gather(read(family.format, list(text)))
         assert (reasoning, content) == ("", ""), text
         assert calls
-        check_calls(calls, text)
+        check_calls(family, calls, text)
         names |= {name for name, _ in calls}
         most = max(most, len(calls))
     assert names == SCHEMAS.keys()
@@ -161,7 +173,8 @@ def test_required_calls_are_read_as_they_are_written(family: Family, several: bo
 
 def beginning(family: Family) -> str:
     """Of a call."""
-    known = {"hermes": "<tool_call>", "llama3_json": '{"name": "search", "parameters": '}
+    known = {"llama3_json": '{"name": "search", "parameters": ', "pythonic": "[search("}
+    known |= dict.fromkeys(("hermes", "qwen3_coder", "glm45"), "<tool_call>")
     return known.get(family.name, "[TOOL_CALLS]")
 
 
@@ -172,14 +185,22 @@ def test_a_call_that_the_model_begins_is_one(family: Family) -> None:
         text = walk(family.matcher(rules), family, random.Random(seed), "Let me see.\n" + beginning(family))
         _, content, calls = gather(read(family.format, [text]))
         assert (content, len(calls)) == ("Let me see.", 1), text
-        check_calls(calls, text)
+        check_calls(family, calls, text)
     assert not accepts(family.matcher(rules), family, beginning(family) + "x")
+
+
+ANYTHING = {
+    "qwen3_coder": "<tool_call>\n<function=NAME>\n<parameter=anything>\n[1]\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>NAME\n<arg_key>anything</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>",
+    "pythonic": "[NAME(anything=[1])]",
+}
+"""A call with other arguments, where these are no JSON object."""
 
 
 def test_calls_that_the_model_chooses_are_free_unless_a_tool_is_strict(family: Family) -> None:
     rules = AnswerRules(calls=family.calls("auto", strict=False))
     assert rules.grammar(family.tokenizer.knows, SchemaTime()) is None
-    weather, search = tools(strict=True)
+    weather, search = family.tools(strict=True)
     mixed = AnswerRules(calls=dataclasses.replace(family.calls("auto"), tools=[weather, search._replace(strict=False)]))
     required = AnswerRules(calls=family.calls("required", several=False))
     called = set()
@@ -188,14 +209,15 @@ def test_calls_that_the_model_chooses_are_free_unless_a_tool_is_strict(family: F
         [(name, arguments)] = gather(read(family.format, [text]))[2]
         called.add(name)
         assert accepts(family.matcher(mixed), family, text)
-        others = text.replace(arguments, '{"anything": [1]}')
+        others = ANYTHING.get(family.name, text.replace(arguments, '{"anything": [1]}')).replace("NAME", name)
         assert accepts(family.matcher(mixed), family, others) is (name == "search")
     assert called == SCHEMAS.keys()
 
 
 def test_text_has_the_shape_where_no_call_is_made(family: Family) -> None:
     asked = AskedShape(StructuredOutputs(json=SHAPE), "response_format")
-    rules = AnswerRules(shape=asked, calls=family.calls("auto", strict=False))
+    strict = family.schemas is TAGGED_SCHEMAS  # any text would never end by chance
+    rules = AnswerRules(shape=asked, calls=family.calls("auto", strict=strict))
     assert accepts(family.matcher(rules), family, '{"answer": 42}')
     assert not accepts(family.matcher(rules), family, "42")
     text = walk(family.matcher(rules), family, random.Random(0), beginning(family))
@@ -236,7 +258,7 @@ def test_calls_stand_behind_the_thoughts(family: Family, choice: str) -> None:
     text = walk(family.matcher(rules), family, random.Random(0), thoughts + beginning(family))
     thought, content, calls = gather(read(format, [text]))
     assert (thought, content, len(calls)) == (f"Shall I write {beginning(family)}x?", "", 1)
-    check_calls(calls, text)
+    check_calls(family, calls, text)
     assert accepts(family.matcher(rules), family, thoughts + "so") is (choice == "auto")
 
 
@@ -247,6 +269,9 @@ WRITTEN = {
     "mistral": {"a list of one", "all kinds of values"},
     "mistral, before Tekken": {"a list of one", "all kinds of values"},
     "mistral, from v11 on": {"one call of tokenizer v11"},
+    "qwen3_coder": {"one call"},
+    "glm45": {"one call"},
+    "pythonic": {"one call"},
 }  # fmt: skip
 """Of the recorded answers with calls those that a model may write under a grammar, too."""
 
@@ -257,3 +282,77 @@ def test_answers_of_the_family_are_possible(family: Family) -> None:
     own = [recorded for recorded in ANSWERS if TOOL_PARSERS.load(recorded.parser) is family.parser]
     possible = {recorded.name for recorded in own if accepts(family.matcher(rules), family, recorded.text)}
     assert possible >= {"text", *WRITTEN[family.name]}
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "a pattern": {"properties": {"a": {"type": "string", "pattern": "^x"}}},
+    "a text or an object": {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "object"}]}}},
+    "a value with the closing tag": {"properties": {"a": {"enum": ["b", "</parameter>", "</arg_value>"]}}},
+    "what is read back as another value": {"properties": {"a": {"enum": ["1", 1]}}},
+    "a great many arguments": {"properties": {f"p{i}": {} for i in range(201)}},
+    "arguments that depend on each other": {"properties": {"a": {}}, "minProperties": 1},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize("schema", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_enforced_without_quotes_is_refused(name: str, schema: dict[str, Any]) -> None:
+    parser = TOOL_PARSERS.load(name)
+    function = {"name": "f", "parameters": {"type": "object", **schema}}
+    rules = AnswerRules(calls=Calls(parser=parser, tools=read_tools([{"type": "function", "function": function}]),
+                                    required=True, several=True))  # fmt: skip
+    with pytest.raises(InvalidRequest, match="cannot be enforced"):
+        rules.grammar(lambda text: False, SchemaTime())
+
+
+def test_texts_and_optional_arguments(family: Family) -> None:
+    if family.name not in ANYTHING:
+        pytest.skip("its arguments are JSON objects")
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "a": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+            "b": {"type": "array", "items": {"enum": ["</parameter>", "</arg_value>"]}},
+            "c": {"$ref": "#/$defs/c", "description": "d"},
+        },
+        "required": ["c"],
+        "$defs": {"c": {"type": "integer", "minimum": 3, "maximum": 5}},
+    }
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    rules = AnswerRules(calls=Calls(parser=family.parser, tools=tools, required=True, several=False))
+    format = AnswerFormat(tool_parser=family.parser, tools={"f": schema})
+    texts = {
+        "qwen3_coder": '<tool_call>\n<function=f>\n<parameter=a>\n<b> "x"\n\n</parameter>\n<parameter=b>\n'
+        '["</parameter>"]\n</parameter>\n<parameter=c>\n4\n</parameter>\n</function>\n</tool_call>',
+        "glm45": '<tool_call>f\n<arg_key>a</arg_key>\n<arg_value><b> "x"\n</arg_value>\n<arg_key>b</arg_key>\n'
+        '<arg_value>["</parameter>"]</arg_value>\n<arg_key>c</arg_key>\n<arg_value>4</arg_value>\n</tool_call>',
+        "pythonic": '[f(c=4, a="<b> \\"x\\"\\n", b=["</parameter>"])]',
+    }
+    text = texts[family.name]
+    assert accepts(family.matcher(rules), family, text)
+    [(_, arguments)] = gather(read(format, list(text)))[2]
+    assert json.loads(arguments) == {"a": '<b> "x"\n', "b": ["</parameter>"], "c": 4}
+    assert not accepts(family.matcher(rules), family, text.replace("4", "6"))
+
+
+NESTED = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 3} for i in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kinds"),
+    [
+        ({"$ref": "#/$defs/d0", "$defs": {**NESTED, "d40": {"type": "string"}}}, None),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, None),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, None),
+        ({"anyOf": [{"type": "string"}] * 100_000}, None),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}], "$defs": {"a": {"enum": ["x", None]}}},
+         {"string", "null", "number"}),
+    ],
+    ids=["many ways", "itself", "a reference to itself", "a great many", "references"],
+)  # fmt: skip
+def test_what_a_schema_says_of_a_value_is_soon_known(schema: dict[str, Any], kinds: set[str] | None) -> None:
+    tool = {
+        "properties": {"a": {key: schema[key] for key in schema if key != "$defs"}},
+        "$defs": schema.get("$defs", {}),
+    }
+    assert kinds_of(member_schema(tool, "a")) == kinds

@@ -29,7 +29,7 @@ def splits(text: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("recorded", ANSWERS, ids=lambda r: f"{r.parser}: {r.name}")
 def test_calls_and_text(recorded: Recorded) -> None:
-    format = AnswerFormat(tool_parser=TOOL_PARSERS.load(recorded.parser), tool_names=TOOLS)
+    format = AnswerFormat(tool_parser=TOOL_PARSERS.load(recorded.parser), tools=dict.fromkeys(TOOLS))
     for pieces in splits(recorded.text):
         assert gather(read(format, pieces)) == ("", recorded.content, recorded.calls), pieces
 
@@ -51,7 +51,7 @@ def test_calls_behind_thoughts(recorded: Recorded) -> None:
     format = AnswerFormat(
         reasoning_parser=REASONING_PARSERS.load("qwen3"),
         tool_parser=TOOL_PARSERS.load("hermes"),
-        tool_names=TOOLS,
+        tools=dict.fromkeys(TOOLS),
     )
     thoughts = 'I might <tool_call>{"name": "search", "arguments": {}}</tool_call>'
     for pieces in splits(text):
@@ -60,7 +60,9 @@ def test_calls_behind_thoughts(recorded: Recorded) -> None:
 
 @pytest.mark.parametrize("recorded", [r for r in ANSWERS if len(r.calls) > 1], ids=lambda r: f"{r.parser}: {r.name}")
 def test_the_answer_ends_behind_its_first_call_where_only_one_is_wanted(recorded: Recorded) -> None:
-    format = AnswerFormat(tool_parser=TOOL_PARSERS.load(recorded.parser), tool_names=TOOLS, several_calls=False)
+    format = AnswerFormat(
+        tool_parser=TOOL_PARSERS.load(recorded.parser), tools=dict.fromkeys(TOOLS), several_calls=False
+    )
     for pieces in splits(recorded.text):
         stream = AnswerStream(format)
         parts: list[Part] = []
@@ -78,13 +80,33 @@ SCRAPS = [
     *('{"name": "get_time", "arguments": {}}', '{"name": "search", "parameters": {"query": 1}}', '{"name": '),
     *('<tool_call>{"name": "search", "arguments": ', '[TOOL_CALLS] [{"name": "search", "arguments": '),
     *('"search"', '"arguments": ', '{"a": [1, {}]}', '"x"', "{", "}", ",", ";", ":", "\n", "  ", "get_time", "-1.5e"),
+    *(
+        "<function=",
+        "<function=search>",
+        "<parameter=q>",
+        "</parameter>",
+        "</function>",
+        ">",
+        "<tool_call>search\n<arg_key>",
+    ),
+    *(
+        "<arg_key>",
+        "q</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<|python_start|>",
+        "<|python_end|>",
+        "[search(",
+        "q=",
+    ),
+    *("'a", "')", ")]", "(", "\n[search(q='x', ", "True", "<tool_call>\n<function=search>\n<parameter=q>\n1"),
     *("nul", "l", "é", "<think>", "</think>", "<", "</", "\\", '\\"', '"', "text", "[TOOL_CALLS]get_time[ARGS]"),
 ]
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS.shipped)
 def test_any_text_means_the_same_in_any_pieces(name: str) -> None:
-    parsers: dict[str, Any] = {"tool_parser": TOOL_PARSERS.load(name), "tool_names": TOOLS}
+    parsers: dict[str, Any] = {"tool_parser": TOOL_PARSERS.load(name), "tools": dict.fromkeys(TOOLS)}
     draw = random.Random(7)
     num_with_calls = 0
     for _ in range(1200):
@@ -117,13 +139,28 @@ def test_any_text_means_the_same_in_any_pieces(name: str) -> None:
         ("mistral", "[TOOL_CALLS]" + "n" * 200_000),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}' + " " * 200_000),
         ("mistral", "[TOOL_CALLS]f[ARGS]" * 15_000),
+        ("qwen3_coder", "<tool_call>" + " " * 200_000),
+        ("qwen3_coder", "<tool_call><function=" + "f" * 200_000),
+        ("qwen3_coder", "<function=" * 20_000),
+        ("qwen3_coder", "<function=f>" + "<parameter=a>1</parameter>" * 8_000),
+        ("qwen3_coder", "<function=f><parameter=" + " " * 200_000),
+        ("qwen3_coder", "<function=f><parameter=a>" + "<" * 200_000),
+        ("glm45", "<tool_call>" + "n" * 200_000),
+        ("glm45", "<tool_call>n<arg_key>a</arg_key>" + " " * 200_000),
+        ("glm45", "<tool_call>n<arg_key>a</arg_key><arg_value>" + "</arg_" * 30_000),
+        ("pythonic", "[\n" * 60_000),
+        ("pythonic", "[search(q=" + "[" * 200_000),
+        ("pythonic", "[search(q='" + "\\" * 200_000),
+        ("pythonic", "[search(" + "a=1, " * 30_000),
+        ("pythonic", "[search()" + " " * 200_000),
+        ("pythonic", "[search()]" + " " * 200_000),
     ],
 )
 def test_the_work_grows_with_the_text_and_no_faster(name: str, text: str) -> None:
     """Counted in characters that are looked at: twice the text may not be four times the work."""
 
     def work(text: str) -> int:
-        parser = TOOL_PARSERS.load(name)(TOOLS)
+        parser = TOOL_PARSERS.load(name)(dict.fromkeys(TOOLS))
         count = 0
 
         def trace(frame: FrameType, event: str, _: object) -> Any:

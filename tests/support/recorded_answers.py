@@ -335,7 +335,124 @@ MISTRAL = [
     ),
 ]
 
-ANSWERS = [*HERMES, *LLAMA, *MISTRAL]
+QWEN3_CODER = [
+    Recorded("text", "qwen3_coder", "Less is < more.\n", "Less is < more.\n"),
+    Recorded(
+        "one call",
+        "qwen3_coder",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        (("get_weather", '{"city": "Paris", "days": 3}'),),
+    ),
+    Recorded(
+        "two calls, one without arguments, and text behind",
+        "qwen3_coder",
+        "<tool_call>\n<function=get_time>\n</function>\n</tool_call>\n<tool_call>\n<function=search>\n"
+        '<parameter=query>\nB\u00fccher "a"\n\n  x\n</parameter>\n</function>\n</tool_call>\nDone.',
+        "Done.",
+        (("get_time", "{}"), ("search", '{"query": "B\u00fccher \\"a\\"\\n\\n  x"}')),
+    ),
+    Recorded(
+        "without the outer tags",
+        "qwen3_coder",
+        "<function=get_time><parameter=zone>UTC</parameter></function>",
+        calls=(("get_time", '{"zone": "UTC"}'),),
+    ),
+    Recorded(
+        "values that look like something, and markup in one",
+        "qwen3_coder",
+        "<tool_call><function=write_file><parameter=content>\nif (a < b) {}\n<p>\n</parameter>"
+        '<parameter=options>\n{"tags": ["a", null]}\n</parameter><parameter=ok>\nTrue\n</parameter>'
+        "<parameter=size>\n-1.5e3\n</parameter></function></tool_call>",
+        calls=(
+            (
+                "write_file",
+                '{"content": "if (a < b) {}\\n<p>", "options": {"tags": ["a", null]}, "ok": true, "size": -1.5e3}',
+            ),
+        ),
+    ),
+    Recorded("no call", "qwen3_coder", "<tool_call>\nget_time</tool_call>", "<tool_call>\nget_time</tool_call>"),
+    Recorded("a function of no name", "qwen3_coder", "a <function=<b> c", "a <function=<b> c"),
+    Recorded(
+        "what is no argument",
+        "qwen3_coder",
+        "<tool_call><function=get_time><parameter=a>\n1\n</parameter>oops</function></tool_call>.",
+        ".",
+        (("get_time", '{"a": 1, oops'),),
+    ),
+    Recorded(
+        "cut off within a value",
+        "qwen3_coder",
+        "<tool_call><function=get_time><parameter=a>\n1\n</parameter><parameter=b>\nx",
+        calls=(("get_time", '{"a": 1'),),
+    ),
+]
+
+GLM45 = [
+    Recorded("text", "glm45", "Less is < more.\n", "Less is < more.\n"),
+    Recorded(
+        "one call",
+        "glm45",
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "I look.",
+        (("get_weather", '{"city": "Paris", "days": 3}'),),
+    ),
+    Recorded(
+        "two calls without line ends, as GLM 4.7 writes them",
+        "glm45",
+        "<tool_call>get_time</tool_call><tool_call>search<arg_key>query</arg_key><arg_value> a\nb </arg_value>"
+        "</tool_call>Done.",
+        "Done.",
+        (("get_time", "{}"), ("search", '{"query": " a\\nb "}')),
+    ),
+    Recorded("no call", "glm45", "<tool_call>get time</tool_call>", "<tool_call>get time</tool_call>"),
+    Recorded(
+        "what is no argument",
+        "glm45",
+        "<tool_call>get_time<arg_key>a</arg_key>1</tool_call>.",
+        ".",
+        (("get_time", "<arg_key>a</arg_key>1"),),
+    ),
+]
+
+PYTHONIC = [
+    Recorded("text", "pythonic", "A list: [1, 2]\n[3]\n", "A list: [1, 2]\n[3]\n"),
+    Recorded(
+        "one call",
+        "pythonic",
+        '[get_weather(city="Paris", days=3)]',
+        calls=(("get_weather", '{"city": "Paris", "days": 3}'),),
+    ),
+    Recorded(
+        "two calls with tags, as Llama 4 writes them",
+        "pythonic",
+        "<|python_start|>[get_time(), search( query='it\\'s (a) [b], c' , limit = None )]<|python_end|>",
+        calls=(("get_time", "{}"), ("search", '{"query": "it\'s (a) [b], c", "limit": null}')),
+    ),
+    Recorded(
+        "all kinds of values behind a text",
+        "pythonic",
+        "I write.\n"
+        "[write_file(path='a\\n', options={'mode': \"w\", 'tags': ['\u00e9', (1, 2)], \"ok\": True}, size=-1.5)]",
+        "I write.",
+        (
+            (
+                "write_file",
+                '{"path": "a\\n", "options": {"mode": "w", "tags": ["\u00e9", [1, 2]], "ok": true}, "size": -1.5}',
+            ),
+        ),
+    ),
+    Recorded("a function that is no tool", "pythonic", "[print(1)]", "[print(1)]"),
+    Recorded("what is no argument", "pythonic", '[get_time("UTC")]', calls=(("get_time", '("UTC")]'),)),
+    Recorded("what is no value", "pythonic", "[get_time(a=1, b=f(x))]", calls=(("get_time", '{"a": 1, b=f(x))]'),)),
+    Recorded("cut off within a value", "pythonic", '[get_time(a=1, b="x', calls=(("get_time", '{"a": 1'),)),
+    Recorded("in a line", "pythonic", 'so [get_time(a="x")] is text', 'so [get_time(a="x")] is text'),
+]
+
+
+ANSWERS = [*HERMES, *LLAMA, *MISTRAL, *QWEN3_CODER, *GLM45, *PYTHONIC]
 
 
 class Thought(NamedTuple):

@@ -19,6 +19,7 @@ DELTAS = {
     "response.output_text.delta": ("text", "response.output_text.done"),
     "response.reasoning_text.delta": ("text", "response.reasoning_text.done"),
     "response.function_call_arguments.delta": ("arguments", "response.function_call_arguments.done"),
+    "response.custom_tool_call_input.delta": ("input", "response.custom_tool_call_input.done"),
 }
 
 
@@ -66,7 +67,7 @@ def _item_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in ("id", "type", "call_id", "name", "role"):
         assert added["item"].get(name) == item.get(name)
     assert {event["item_id"] for event in inner} == {item["id"]}
-    if item["type"] != "function_call":
+    if item["type"] not in ("function_call", "custom_tool_call"):
         assert added["item"]["content"] == []
         first, *inner, last = inner
         assert (first["type"], first["part"]["text"]) == ("response.content_part.added", "")
@@ -77,7 +78,7 @@ def _item_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if field is not None:
         assert len({event["type"] for event in deltas}) == 1
         assert "".join(event["delta"] for event in deltas) == done[field]
-        assert done[field] == (item["arguments"] if field == "arguments" else item["content"][0]["text"])
+        assert done[field] == (item[field] if field in ("arguments", "input") else item["content"][0]["text"])
     if item["type"] == "message":
         logprobs = [entry for event in deltas for entry in event["logprobs"]]
         assert logprobs == done["logprobs"] == item["content"][0]["logprobs"]

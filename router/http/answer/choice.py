@@ -8,11 +8,12 @@ import msgspec
 from pdkv.errors import MalformedMessage, RequestFailed
 from pdkv.parsers.answer import AnswerStream
 from pdkv.parsers.parts import Part, joined
+from pdkv.parsers.tool_parser import failing
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.prompts import Prompt
 from pdkv.router.http.read.served_model import ServedModel
 from pdkv.router.request import Delta, GenerateRequest, PromptKeys
-from pdkv.text import TextStream
+from pdkv.text import StopStrings, TextStream
 from pdkv.wire.messages import PromptLogprobs, TokenLogprob
 
 _INLINE_ECHO = 256
@@ -90,7 +91,7 @@ class Choice:
         self._job = job
         self._tokenizer = model.tokenizer
         self._text = self._new_text(job, model)
-        self._answer = AnswerStream(job.answer) if job.answer is not None else None
+        self._answer = self._new_answer(job)
         self._echo_pending = job.echo
         self._num_echoed = 0  # characters
         params = msgspec.structs.replace(job.params, seed=seed, stop=())  # the engines know nothing of stop strings
@@ -131,10 +132,19 @@ class Choice:
                 skip_special_tokens=job.skip_special_tokens,
                 keep=job.answer.markers if job.answer is not None else frozenset(),
             ),
-            stop=job.stops or (),
+            stop=() if _stops_behind_thoughts(job) else job.stops or (),
             min_tokens=params.min_tokens,
             stop_token_ids=ends,
+            shows_stop=job.shows_stop,
         )
+
+    @staticmethod
+    def _new_answer(job: Job) -> AnswerStream | None:
+        if job.answer is None:
+            return None
+        behind = job.stops is not None and _stops_behind_thoughts(job)
+        with failing(job.answer.tool_parser):
+            return AnswerStream(job.answer, StopStrings(job.stops or (), shown=job.shows_stop) if behind else None)
 
     def request(
         self, *, timeout_s: float, stall_timeout_s: float, label: str, traceparent: str = "", near: str = ""
@@ -164,7 +174,8 @@ class Choice:
         if self._job.prompt_only:
             return self._push_prompt_only(delta)
         if self._answer is not None:
-            return self._push_parsed(delta, self._answer)
+            with failing(self._job.answer.tool_parser if self._job.answer is not None else None):
+                return self._push_parsed(delta, self._answer)
         echo_text, shown = self._echo() if self._echo_pending else ("", [])
         if delta.logprobs is None:
             text, num_tokens, stop = self._text.push(delta.token_ids)
@@ -210,10 +221,10 @@ class Choice:
             piece = self._text.push([token_id])
             num_tokens += 1
             was_thinking = answer.is_thinking
-            parts += answer.push(piece.text)
+            parts += answer.push(piece.text, accept_stop=self.num_tokens + num_tokens >= self._job.params.min_tokens)
             if was_thinking or answer.is_thinking:
                 self.num_reasoning_tokens = self.num_tokens + num_tokens
-            stop = piece.stop
+            stop = piece.stop or answer.stop
             if stop is not None or answer.ended:
                 break
         self.num_tokens += num_tokens
@@ -223,6 +234,7 @@ class Choice:
         ended = stop is not None or answer.ended or delta.finish_reason is not None
         if ended:
             parts += answer.finish()
+            stop = stop or answer.stop
         self.finished = ended
         return ChoiceDelta(
             self.index,
@@ -292,3 +304,9 @@ class Choice:
                 shown.append(ShownLogprob(token_id, logprob, offset))
                 offset += len(detokenizer.push(token_id))
         return text, shown
+
+
+def _stops_behind_thoughts(job: Job) -> bool:
+    """Whether stop strings look at what follows the thoughts, and not at these."""
+    answer = job.answer
+    return answer is not None and answer.reasoning_parser is not None and not answer.stops_in_thoughts

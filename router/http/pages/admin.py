@@ -22,10 +22,11 @@ from pdkv.errors import ConfigError, InvalidRequest, PdkvError
 from pdkv.router.engines.cache_view import describe_caches
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages.cache_pages import MAX_BODY_BYTES as MAX_CACHE_BODY_BYTES
-from pdkv.router.http.pages.cache_pages import CachePages
+from pdkv.router.http.pages.cache_pages import POOL, CachePages
 from pdkv.router.http.pages.request_state import request_route
 from pdkv.router.http.pages.status_pages import freshen
 from pdkv.router.http.server.access_log import CLIENT_GONE
+from pdkv.router.http.server.auth import RESET_PATH
 from pdkv.router.http.server.errors import describe_error, json_response
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
     POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
     GET  /admin/cache                what pools and tiers of KV hold and gave (engines/cache_view.py)
     POST /admin/cache/ACTION         lookup, clear, pin, unpin, prefetch, move: of a prompt (cache_pages.py)
+    POST /reset_prefix_cache         clear of all engines' pools
     GET  /admin/requests/ID          what is known of the requests of that id (request_state.py)
 
     With ?fresh=true the engines are asked first, and what they said before is told only of those that do not answer.
@@ -124,6 +126,10 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
         data = await _read(request, MAX_CACHE_BODY_BYTES)
         return json_response(await caches.answer(request.path_params["action"], data))
 
+    async def reset_prefix_cache(request: Request) -> Response:
+        assert caches is not None
+        return json_response(await caches.answer("clear", b'{"tier": "%s"}' % POOL.encode()))
+
     path = "/admin/engines/{name}"
     return [
         Route("/admin/engines", list_engines),
@@ -134,6 +140,7 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations, caches: Cache
         Route(path + "/resume", _checked(resume), methods=["POST"]),
         Route(path + "/role", _checked(set_role), methods=["POST"]),
         request_route(dispatcher),
+        *([Route(RESET_PATH, _checked(reset_prefix_cache), methods=["POST"])] if caches is not None else ()),
     ]
 
 

@@ -60,7 +60,7 @@ OPERATIONS = (
     _generates(
         "/v1/chat/completions", "Answer a conversation", ChatBody, reply.ChatCompletion, reply.ChatCompletionChunk
     ),
-    _generates("/v1/responses", "Answer a conversation of items; nothing is kept", ResponsesBody, *_RESPONSE),
+    _generates("/v1/responses", "Answer a conversation of items", ResponsesBody, *_RESPONSE),
     _of_tokens("/tokenize", "Tokens of a text or of a conversation", TokenizeReply, TokenizeTextBody, TokenizeChatBody),
     _of_tokens("/detokenize", "The text of tokens", DetokenizeReply, DetokenizeBody),
     Operation("get", "/v1/models", "The served model", reply=reply.ModelList, errors=("401",), tag="models"),
@@ -69,6 +69,7 @@ OPERATIONS = (
     Operation("get", "/ping", "As /health", reply=reply.Health, errors=("503",)),
     Operation("post", "/ping", "As /health", reply=reply.Health, errors=("503",)),
     Operation("get", "/version", "Of pdkv", reply=reply.Version),
+    Operation("get", "/server_info", "The model and its parsers", errors=("401",)),
     Operation("get", "/load", "How many requests generate now", reply=reply.ServerLoad),
     Operation("get", "/metrics", "Prometheus"),
     Operation("get", "/topology", "Engines, their load and their KV blocks"),
@@ -121,7 +122,7 @@ def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if operation.reply is not None:
         content = {_JSON: {"schema": refs[operation.reply]}}
-    elif operation.path == "/topology":
+    elif operation.path in ("/topology", "/server_info"):
         content = {_JSON: {"schema": {"type": "object"}}}
     if operation.events:
         content["text/event-stream"] = {"schema": _one_of(operation.events, refs)}

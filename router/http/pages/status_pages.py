@@ -54,6 +54,7 @@ class StatusPages:
             Route("/metrics", self._render_metrics),
             Route("/topology", self._topology),
             Route("/openapi.json", self._openapi),
+            Route("/server_info", self._server_info),
         ]
 
     async def _health(self, request: Request) -> Response:
@@ -87,6 +88,12 @@ class StatusPages:
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})
+
+    async def _server_info(self, request: Request) -> Response:
+        model = self._model()
+        parsers = {"tool_parser": model.tool_parser, "reasoning_parser": model.reasoning_parser}
+        names = {name: None if kind is None else kind.__name__ for name, kind in parsers.items()}
+        return json_response({"version": __version__, "model": self._model_card(model.name), **names})
 
     async def _load(self, request: Request) -> Response:
         return json_response({"server_load": self._metrics.in_flight})

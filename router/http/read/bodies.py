@@ -103,7 +103,7 @@ class GenerationBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str | None = None  # absent: the one that is served
     stream: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # a hint: there is one tier
     store: OnlyFalse | None = None
     # labels
     user: str | None = None
@@ -121,7 +121,7 @@ class GenerationBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fie
     truncate_prompt_tokens: Int64 | None = None
     truncation_side: Literal["left", "right"] | None = None
     ec_transfer_params: None = None
-    include_stop_str_in_output: OnlyFalse | None = None
+    include_stop_str_in_output: bool | None = None
     kv_transfer_params: None = None
     length_penalty: Annotated[float, neutral(1.0)] | None = None
     logprob_token_ids: None = None

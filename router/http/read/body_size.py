@@ -12,16 +12,18 @@ PIECE_BYTES = 256 * 1024
 """Looking through so many takes less than a millisecond, and decoding them two."""
 
 MAX_VALUES_AT_ONCE = 2**16
-"""Values of a body that is decoded in one go: that takes five milliseconds at most."""
+"""Values of a body that is decoded in one go: that takes ten milliseconds, or twenty where they are messages."""
 
 _MAX_VALUES = 2**20
 """Values of one body, as counted by commas: token ids for the most part."""
 
-_MAX_CONTAINERS = 2 * MAX_MESSAGES + MAX_CHOICES + 64
-"""Lists and objects of one body: those of messages and their parts, or of prompts, and the few of other fields."""
+_MAX_CONTAINERS = 3 * MAX_MESSAGES + MAX_CHOICES + 2**14
+"""Lists and objects of one body: those of as many messages as may be, or of prompts, and those of tools."""
 
-_MAX_STRINGS = 8 * MAX_MESSAGES + MAX_CHOICES + MAX_LOGIT_BIAS + MAX_STOPS + 256
-"""Strings of one body, names of fields included: four pairs per message or part."""
+_MAX_STRINGS = 10 * MAX_MESSAGES + MAX_CHOICES + MAX_LOGIT_BIAS + MAX_STOPS + 2**15
+"""Strings of one body, names of fields included: five pairs per message, part or call, and those of tools."""
+
+_SHORTEN = "drop or sum up the oldest messages, or send fewer or simpler tools"
 
 
 class Characters:
@@ -60,7 +62,7 @@ def check_size(body: bytes | bytearray | Characters) -> int:
         num_containers += outside.count(b"[") + outside.count(b"{")
         num_values += outside.count(b",")
     if num_containers > _MAX_CONTAINERS:
-        raise InvalidRequest(f"the body is not a request: it has more than {_MAX_CONTAINERS} lists and objects")
+        raise InvalidRequest(f"the body has more than {_MAX_CONTAINERS} lists and objects: {_SHORTEN}")
     if num_values > _MAX_VALUES:
         raise too_many_values(_MAX_VALUES)
     return num_values
@@ -83,9 +85,7 @@ def _outside_strings(body: bytes | bytearray | Characters) -> Iterator[bytes]:
         plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
         num_quotes += plain.count(b'"')
         if num_quotes > 2 * _MAX_STRINGS:
-            raise InvalidRequest(
-                f"the body is not a request: it has more than {_MAX_STRINGS} texts and names of fields"
-            )
+            raise InvalidRequest(f"the body has more than {_MAX_STRINGS} texts and names of fields: {_SHORTEN}")
         parts = plain.split(b'"')
         yield b"".join(parts[inside::2])
         inside ^= len(parts) % 2 == 0

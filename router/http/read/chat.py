@@ -83,8 +83,8 @@ def _check_messages(messages: Sequence[Message], model: ServedModel, *, truncate
     num_parts = sum(_num_parts(message) for message in messages)
     if max(len(messages), num_parts) > MAX_MESSAGES:
         raise InvalidRequest(
-            f"messages must have at most {MAX_MESSAGES} turns and as many text parts, "
-            f"got {len(messages)} and {num_parts}",
+            f"messages must have at most {MAX_MESSAGES} turns and as many text parts and calls, "
+            f"got {len(messages)} and {num_parts}: drop the oldest turns, or sum them up in one",
             param="messages",
         )
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]

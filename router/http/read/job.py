@@ -4,6 +4,7 @@ Nothing here awaits: small bodies are prepared on the event loop, others on a th
 lengths are checked before anything is done per choice, prompt, message or character.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams  # of every choice; where the client gave no seed, one is drawn per prompt
     grammar_param: str = ""  # the field that asks for params.grammar
     stops: StopAutomaton | None = None  # of params.stop
+    shows_stop: bool = False  # what ends the text belongs to it
     n: int
     stream: bool
     include_usage: bool
@@ -60,6 +62,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran
     answer: AnswerFormat | None = None  # how its calls and thoughts are told from its text; None: it is all text
+    own_tools: Mapping[str, Any] = {}  # of /v1/responses: what the client calls its functions
+    keep: Callable[[str, bytes], None] | None = None  # of it: keeps a response by its id, and the items of its output
     repeated: bytes = b""  # of /v1/responses: what its reply says again of the request, a JSON object in ASCII
 
 
@@ -167,6 +171,7 @@ def _job(
         params=msgspec.structs.replace(params, n=1, grammar=grammar),
         grammar_param=rules.param,
         stops=StopAutomaton(params.stop) if params.stop else None,
+        shows_stop=body.include_stop_str_in_output or False,
         n=params.n,
         stream=stream,
         include_usage=options is not None and (options.include_usage or False),

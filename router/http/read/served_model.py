@@ -28,6 +28,7 @@ class ServedModel:
     )  # of SamplingParams, where a request says nothing
     tool_parser: type[ToolParser] | None = None
     reasoning_parser: type[ReasoningParser] | None = None
+    stops_in_thoughts: bool = False  # whether stop strings look at them, too
     logits_processors: tuple[str, ...] = ()  # names that requests may say
     takes_templates: bool = False  # requests may bring chat templates
 

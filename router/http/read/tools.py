@@ -6,8 +6,10 @@ from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.answer_grammar import Calls
+from pdkv.parsers.json_list import JsonListParser
 from pdkv.parsers.reasoning import Thinking
 from pdkv.parsers.registry import TOOL_PARSERS
+from pdkv.parsers.tool_parser import ToolParser
 from pdkv.parsers.tools import Tool, find_tool, read_tools
 from pdkv.router.http.read.bodies import ChatBody, NamedToolChoice
 from pdkv.router.http.read.prompts import Prompt
@@ -30,24 +32,31 @@ def check_tools(body: ChatBody, model: ServedModel) -> list[Tool]:
     tools = read_tools(body.tools)
     if isinstance(choice, NamedToolChoice):
         find_tool(tools, choice.function.name)
-    if model.tool_parser is None:
+    if _parser(body, model) is None:
         known = ", ".join(TOOL_PARSERS.shipped)
         raise InvalidRequest(
             f"tools with tool_choice {_named(choice)!r} need a tool parser, and the server has none: its model's chat "
             f"template is of no family that it knows. Start it with --tool-parser NAME (one of {known}), or send "
-            "tool_choice 'none'",
+            "tool_choice 'none', 'required' or the name of a tool",
             param="tools",
         )
     return tools
 
 
+def _parser(body: ChatBody, model: ServedModel) -> type[ToolParser] | None:
+    """Who reads the calls; without a parser for the model's own format those that have to be are a JSON list."""
+    is_free = body.tool_choice in (None, "auto")
+    return model.tool_parser or (None if is_free else JsonListParser)
+
+
 def call_rules(body: ChatBody, tools: Sequence[Tool], model: ServedModel) -> Calls | None:
     """Which calls an answer may hold, or has to; None: there are no tools."""
-    if not tools or model.tool_parser is None:
+    parser = _parser(body, model)
+    if not tools or parser is None:
         return None
     choice = body.tool_choice
     return Calls.chosen(
-        model.tool_parser,
+        parser,
         tools,
         required=choice == "required",
         named=choice.function.name if isinstance(choice, NamedToolChoice) else None,
@@ -73,10 +82,11 @@ def answer_format(body: ChatBody, prompt: Prompt, tools: list[Tool], model: Serv
         reasoning_parser=model.reasoning_parser,
         prompt=_thinking(body, prompt, model),
         shows_reasoning=body.include_reasoning is not False,
-        tool_parser=model.tool_parser if tools else None,
-        tool_names=frozenset(tool.name for tool in tools),
+        tool_parser=_parser(body, model) if tools else None,
+        tools={tool.name: tool.parameters for tool in tools},
         several_calls=body.parallel_tool_calls is not False,
         named_tool=isinstance(body.tool_choice, NamedToolChoice),
+        stops_in_thoughts=model.stops_in_thoughts,
     )
 
 

@@ -1,11 +1,12 @@
 """Items of a request's input as turns of a chat."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from pdkv.errors import InvalidRequest
 from pdkv.router.http.read.bodies import Message, TextPart, ToolCall, ToolFunction
-from pdkv.router.http.responses_api.protocol import InputItem, InputPart
+from pdkv.router.http.responses_api.protocol import CallOfServer, InputItem, InputPart
+from pdkv.router.http.responses_api.tools import custom_arguments, function_name
 
 
 class _Kind(NamedTuple):
@@ -18,10 +19,15 @@ class _Kind(NamedTuple):
 
 _KINDS = {
     "message": _Kind(frozenset({"role", "content"}), frozenset({"phase"}), ("input_text", "output_text")),
-    "function_call": _Kind(frozenset({"call_id", "name", "arguments"}), frozenset(), ()),
-    "function_call_output": _Kind(frozenset({"call_id", "output"}), frozenset(), ("input_text", "output_text")),
-    "reasoning": _Kind(frozenset(), frozenset({"summary", "content", "encrypted_content"}), ("reasoning_text",)),
+    "function_call": _Kind(frozenset({"call_id", "name", "arguments"}), frozenset({"namespace"}), ()),
+    "function_call_output": _Kind(frozenset({"call_id", "output"}), frozenset({"name"}), ("input_text", "output_text")),
+    "custom_tool_call": _Kind(frozenset({"call_id", "name", "input"}), frozenset({"namespace"}), ()),
+    "custom_tool_call_output": _Kind(
+        frozenset({"call_id", "output"}), frozenset({"name"}), ("input_text", "output_text")
+    ),
+    "reasoning": _Kind(frozenset(), frozenset({"summary", "content"}), ("reasoning_text",)),
 }
+_OF_SERVERS = frozenset(get_args(CallOfServer))
 _FIELDS = sorted({name for kind in _KINDS.values() for name in kind.required | kind.optional})
 
 
@@ -39,6 +45,8 @@ def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> l
         turns.add(Message(role="user", content=given))
         return turns.messages
     for index, item in enumerate(given):
+        if item.type in _OF_SERVERS:
+            continue
         _check(item, f"input[{index}]")
         turns.add_item(item)
     turns.end_answer()
@@ -65,10 +73,11 @@ class _Turns:
             case "reasoning":
                 self._begin_answer()
                 self._thoughts.append(_thoughts(item))
-            case "function_call":
-                function = ToolFunction(name=item.name or "", arguments=item.arguments)
+            case "function_call" | "custom_tool_call":
+                arguments = item.arguments if item.input is None else custom_arguments(item.input)
+                function = ToolFunction(name=function_name(item.namespace, item.name or ""), arguments=arguments)
                 self._calls.append(ToolCall(id=item.call_id, type="function", function=function))
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 self.add(Message(role="tool", content=_content(item.output), tool_call_id=item.call_id))
             case _ if item.role == "assistant":
                 self._begin_answer()

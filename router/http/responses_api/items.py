@@ -1,6 +1,6 @@
 """What a response puts out, item by item, and the events that tell of it while it comes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -9,6 +9,7 @@ from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part,
 from pdkv.router.http.answer.choice import ShownLogprob
 from pdkv.router.http.read.ascii_json import ascii_json
 from pdkv.router.http.responses_api.token_entries import TokenEntries
+from pdkv.router.http.responses_api.tools import OwnTool, custom_input
 from pdkv.text import Tokenizer
 
 Event = dict[str, Any]
@@ -107,13 +108,15 @@ class _Message(_TextItem):
 class _Call(_Item):
     kind, prefix = "function_call", "fc"
 
-    def __init__(self, serial: str, index: int, part: CallBegin) -> None:
+    def __init__(self, serial: str, index: int, part: CallBegin, own: OwnTool) -> None:
         super().__init__(serial, index)
-        self._named = {"call_id": part.call_id, "name": part.name}
+        self._named = {"call_id": part.call_id, "name": own.name}
+        if own.namespace is not None:
+            self._named["namespace"] = own.namespace
 
-    def add(self, text: str) -> Event:
+    def add(self, text: str) -> list[Event]:
         self._texts.append(text)
-        return self._event("function_call_arguments.delta", delta=text)
+        return [self._event("function_call_arguments.delta", delta=text)]
 
     def end(self, status: Status) -> list[Event]:
         name, arguments = self._named["name"], self._text
@@ -124,14 +127,34 @@ class _Call(_Item):
         return {**super().body(status), **self._named, "arguments": self._text}
 
 
+class _CustomCall(_Call):
+    """Its input is within the arguments: it is known when they are complete."""
+
+    kind, prefix = "custom_tool_call", "ctc"
+
+    def add(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        return []
+
+    def end(self, status: Status) -> list[Event]:
+        given = custom_input("".join(self._texts))
+        delta, done = "custom_tool_call_input.delta", "custom_tool_call_input.done"
+        return [self._event(delta, delta=given), self._event(done, input=given), *_Item.end(self, status)]
+
+    def body(self, status: Status) -> dict[str, Any]:
+        given = custom_input("".join(self._texts)) if status != "in_progress" else ""
+        return {**_Item.body(self, status), **self._named, "input": given}
+
+
 T = TypeVar("T", _Message, _Thoughts)
 
 
 class OutputItems:
     """The items of one response. What is not complete when it ends, or fails, is incomplete."""
 
-    def __init__(self, serial: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, serial: str, tokenizer: Tokenizer, tools: Mapping[str, OwnTool]) -> None:
         self._serial = serial
+        self._tools = tools
         self._tokens = TokenEntries(tokenizer)
         self._done: list[dict[str, Any]] = []
         self._open: _Thoughts | _Message | _Call | None = None
@@ -161,10 +184,11 @@ class OutputItems:
                 thoughts, begun = self._opened(_Thoughts)
                 return [*begun, thoughts.add(text)]
             case CallBegin():
-                return self._begin(_Call(*self._next, part))
+                own = self._tools.get(part.name, OwnTool(part.name, None, is_custom=False))
+                return self._begin((_CustomCall if own.is_custom else _Call)(*self._next, part, own))
             case CallArguments(_, text):
                 assert isinstance(self._open, _Call)
-                return [self._open.add(text)]
+                return self._open.add(text)
             case CallEnd():
                 return self._end("completed")
 

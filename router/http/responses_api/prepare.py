@@ -1,12 +1,12 @@
 """From the body of POST /v1/responses to a checked request: it is put as a chat, and errors name its own fields."""
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from pdkv.base.limits import MAX_REPEATED_BYTES, MAX_RESPONSE_LOGPROBS
+from pdkv.base.limits import MAX_REPEATED_BYTES, MAX_RESPONSE_LOGPROBS, clip
 from pdkv.errors import InvalidRequest
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.router.http.read.ascii_json import ascii_json
@@ -23,7 +23,17 @@ from pdkv.router.http.read.decoding import BodyDecoder
 from pdkv.router.http.read.job import Job, prepare_chat
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.responses_api.conversation import messages_of
-from pdkv.router.http.responses_api.protocol import LOGPROBS, ResponsesBody, TextFormat, ToolChoiceFunction
+from pdkv.router.http.responses_api.protocol import (
+    LOGPROBS,
+    STATELESS,
+    InputItem,
+    InputPart,
+    ResponsesBody,
+    TextFormat,
+    ToolChoiceFunction,
+)
+from pdkv.router.http.responses_api.store import ResponseStore
+from pdkv.router.http.responses_api.tools import OwnTools, read_own_tools
 from pdkv.sampling.params import SamplingParams
 
 RESPONSES = BodyDecoder(ResponsesBody)
@@ -32,7 +42,7 @@ _OWN_NAMES = (
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
     (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
-    (re.compile(r"\b(tools\[\d+]|tool_choice)\.function\b"), r"\1"),
+    (re.compile(r"\b(tools\[\d+](?:\.tools\[\d+])?|tool_choice)\.function\b"), r"\1"),
 )
 """What chat calls its fields, and what they are called here."""
 
@@ -40,8 +50,24 @@ _INPUT = (re.compile(r"\bmessages\b"), "input")
 """In errors about them alone: elsewhere it is a word."""
 
 
-def prepare_responses(body: ResponsesBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
-    """Check, render and tokenize a request.
+class Kept(NamedTuple):
+    """Where the responses of one API key are kept."""
+
+    store: ResponseStore
+    owner: str
+
+    def items(self, response_id: str) -> list[InputItem]:
+        """Of a conversation up to that response. Raises InvalidRequest."""
+        return _ITEMS.decode(b"[" + self.store.conversation(self.owner, response_id) + b"]")
+
+
+_ITEMS = msgspec.json.Decoder(list[InputItem])
+
+
+def prepare_responses(
+    body: ResponsesBody, model: ServedModel, cancelled: Cancelled = lambda: False, kept: Kept | None = None
+) -> Job:
+    """Check, render and tokenize a request. `kept`: None keeps no responses.
 
     Raises:
         InvalidRequest: names the field and what was expected of it.
@@ -49,33 +75,62 @@ def prepare_responses(body: ResponsesBody, model: ServedModel, cancelled: Cancel
     """
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise InvalidRequest(f"top_logprobs needs include to hold {LOGPROBS!r}", param="top_logprobs")
-    chat = _as_chat(body)
+    if kept is None:
+        _check_stateless(body)
+    own = read_own_tools(body.tools or [])
+    before = kept.items(body.previous_response_id) if kept is not None and body.previous_response_id else []
     try:
-        job = prepare_chat(chat, model, cancelled)
+        job = prepare_chat(_as_chat(body, own, before), model, cancelled)
     except InvalidRequest as error:
-        raise _renamed(error) from None
+        raise _renamed(error, own) from None
     _check_logprobs(job.params, model)
-    repeated = _encoded(_repeated(body, job.params))
+    keeps = kept is not None and body.store is not False
+    repeated = _encoded(_repeated(body, job.params, own, keeps=keeps))
     return msgspec.structs.replace(
         job,
         answer=job.answer or AnswerFormat(),
         grammar_param=_own_name(job.grammar_param, _OWN_NAMES),
         repeated=repeated,
+        own_tools=own.names,
+        keep=_keeper(body, kept) if kept is not None and keeps else None,
     )
 
 
-def _as_chat(body: ResponsesBody) -> ChatBody:
+def _check_stateless(body: ResponsesBody) -> None:
+    for name, given in (("previous_response_id", body.previous_response_id), ("store", body.store or None)):
+        if given is not None:
+            text = f"{name}: {clip(repr(given))} is not supported, since {STATELESS}; clients with an API key have them"
+            raise InvalidRequest(text, param=name)
+
+
+def _keeper(body: ResponsesBody, kept: Kept) -> Callable[[str, bytes], None]:
+    """What keeps the response: what is new of its request, and its output."""
+    given = body.input
+    if isinstance(given, str):
+        given = [InputItem(role="user", content=[InputPart(type="input_text", text=given)])]
+    new = msgspec.json.encode(given)[1:-1]
+
+    def keep(response_id: str, output: bytes) -> None:
+        kept.store.put(kept.owner, response_id, body.previous_response_id, b",".join(filter(None, [new, output])))
+
+    return keep
+
+
+def _as_chat(body: ResponsesBody, own: OwnTools, before: Sequence[InputItem]) -> ChatBody:
     shared = {name: getattr(body, name) for name in GenerationBody.__struct_fields__}
     shows_logprobs = LOGPROBS in (body.include or ())
     choice = body.tool_choice
+    given = body.input
+    if before:
+        given = [*before, *([InputItem(role="user", content=given)] if isinstance(given, str) else given)]
     return ChatBody(
         **shared,
-        messages=messages_of(body.instructions, body.input),
+        messages=messages_of(body.instructions, given),
         max_completion_tokens=body.max_output_tokens,
         logprobs=shows_logprobs,
         top_logprobs=body.top_logprobs if shows_logprobs else None,
         stream_options=None if body.stream_options is None else StreamOptions(),
-        tools=None if body.tools is None else [_chat_tool(tool) for tool in body.tools],
+        tools=own.functions or None,
         tool_choice=NamedToolChoice(type="function", function=ToolName(name=choice.name))
         if isinstance(choice, ToolChoiceFunction)
         else choice,
@@ -114,14 +169,12 @@ def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type=given.type)
 
 
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function as chat has it: what is said of it in an object of its own."""
-    return {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
-
-
-def _renamed(error: InvalidRequest) -> InvalidRequest:
+def _renamed(error: InvalidRequest, own: OwnTools) -> InvalidRequest:
     """The same in the words of this API."""
-    message, param = str(error), error.param or ""
+    message, param = (
+        re.sub(r"\btools\[(\d+)]", lambda found: own.places[int(found[1])], text, count=1)
+        for text in (str(error), error.param or "")
+    )
     names = (*_OWN_NAMES, _INPUT) if param.startswith("messages") else _OWN_NAMES
     renamed = InvalidRequest(_own_name(message, names), param=_own_name(param, names) or None, status=error.status)
     renamed.code = error.code
@@ -150,7 +203,7 @@ def _encoded(repeated: dict[str, Any]) -> bytes:
     return data
 
 
-def _repeated(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
+def _repeated(body: ResponsesBody, params: SamplingParams, own: OwnTools, *, keeps: bool) -> dict[str, Any]:
     """The fields of a response that say what was asked for, defaults filled in."""
     text, reasoning = body.text, body.reasoning
     return {
@@ -160,16 +213,16 @@ def _repeated(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": keeps,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"} if text is None or text.format is None else text.format},
         "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "tools": own.kept,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",

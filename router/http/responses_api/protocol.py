@@ -7,13 +7,18 @@ import msgspec
 
 from pdkv.router.http.read.bodies import Empty, GenerationBody, Int64, OnlyFalse, absent, neutral
 
-_STATELESS = "no responses are kept (send the whole conversation as input)"
+STATELESS = "no responses are kept (send the whole conversation as input)"
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
+Hint = Literal["auto", "concise", "detailed", "none"]
+"""Of how much a client would like to see: thoughts are shown as they are."""
+
+CallOfServer = Literal["web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"]
+"""Items of tools that other servers ran: they are left out."""
 
 
-class InputPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InputPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Text of an item: a user's, the model's, or its thoughts."""
 
     type: Literal["input_text", "output_text", "reasoning_text"]
@@ -30,30 +35,54 @@ class SummaryPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     text: str
 
 
-class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One item of the history; `conversation.py` has what belongs to which type.
 
     One struct for all, since no field says which it is that is always there: a message may leave its type out.
     """
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    type: (
+        Literal[
+            "message",
+            "function_call",
+            "function_call_output",
+            "custom_tool_call",
+            "custom_tool_call_output",
+            "reasoning",
+        ]
+        | CallOfServer
+        | None
+    ) = None
     id: str | None = None
-    status: Status | None = None
+    status: Status | Literal["open", "searching", "interpreting", "generating", "failed"] | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
+    phase: Literal["commentary", "partial_answer", "final_answer"] | None = None
     content: str | Sequence[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None  # of a custom tool
     output: str | Sequence[InputPart] | None = None
     summary: Sequence[SummaryPart] | None = None
     encrypted_content: str | None = None  # of another server: nobody here can read it
+    encrypted_function_args: list[str] | None = None
+    internal_chat_message_metadata_passthrough: dict[str, Any] | None = None  # Codex's notes
+    # of tools that other servers ran
+    action: dict[str, Any] | None = None
+    queries: list[Any] | None = None
+    results: list[Any] | None = None
+    result: str | None = None
+    revised_prompt: str | None = None
+    code: str | None = None
+    container_id: str | None = None
+    outputs: list[Any] | None = None
 
 
 class ToolChoiceFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The function that is to be called."""
+    """The function, or custom tool, that is to be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -71,16 +100,16 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How the answer's text is written."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a hint that no model here is told
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model thinks. Thoughts are shown as they are, never in summary."""
 
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
-    context: Literal["auto"] | None = None
+    summary: Hint | None = None
+    generate_summary: Hint | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
     mode: Literal["standard"] | None = None
 
 
@@ -88,6 +117,7 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     """How events are sent."""
 
     include_obfuscation: OnlyFalse | None = None
+    reasoning_summary_delivery: str | None = None  # there are no summaries
 
 
 LOGPROBS = "message.output_text.logprobs"
@@ -121,12 +151,13 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
     truncation: Literal["disabled"] | None = None
     max_tool_calls: Int64 | None = None  # of tools that the server runs: it has none
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
-    # what would need a server that keeps responses
-    background: Annotated[bool, neutral(False, _STATELESS)] | None = None
-    conversation: Annotated[None, absent(_STATELESS)] = None
-    previous_response_id: Annotated[None, absent(_STATELESS)] = None
+    client_metadata: dict[str, Any] | None = None  # Codex's: a label
+    previous_response_id: str | None = None  # of those that are kept for an API key
+    store: bool | None = None
+    # what would need a server that keeps more
+    background: Annotated[bool, neutral(False, "no response is made in the background")] | None = None
+    conversation: Annotated[None, absent("no conversations are kept (send it as input)")] = None
     prompt: Annotated[None, absent("no prompts are kept (send it as instructions and input)")] = None
-    store: Annotated[bool, neutral(False, _STATELESS)] | None = None
     # what else is not supported
     access_programs: None = None
     context_management: Empty | None = None

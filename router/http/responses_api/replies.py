@@ -21,7 +21,7 @@ class ResponseEvents:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._items = OutputItems(asked.serial, asked.model.tokenizer)
+        self._items = OutputItems(asked.serial, asked.model.tokenizer, asked.job.own_tools)
         self._finish_reason: str | None = None
         self._num_events = 0
 
@@ -94,7 +94,7 @@ class WholeResponse:
         return await work(functools.partial(self._body, counts))
 
     def _body(self, counts: TokenCounts) -> msgspec.Raw:
-        items = OutputItems(self._asked.serial, self._asked.model.tokenizer)
+        items = OutputItems(self._asked.serial, self._asked.model.tokenizer, self._asked.job.own_tools)
         begin = 0
         for end, logprobs in self._logprobs:
             items.push(self._parts[begin:end], logprobs)
@@ -105,6 +105,8 @@ class WholeResponse:
 
 
 def _ended(asked: Asked, items: OutputItems, finish_reason: str | None, counts: TokenCounts) -> msgspec.Raw:
+    if asked.job.keep is not None:
+        asked.job.keep(_response_id(asked.serial), ascii_json(items.output)[1:-1])
     fields: dict[str, Any] = {"usage": _usage(counts)}
     if finish_reason == "length":
         return _response(
@@ -113,10 +115,14 @@ def _ended(asked: Asked, items: OutputItems, finish_reason: str | None, counts: 
     return _response(asked, "completed", items.output, completed_at=int(unix_time()), **fields)
 
 
+def _response_id(serial: str) -> str:
+    return f"resp_{serial}"
+
+
 def _response(asked: Asked, status: str, output: Iterable[dict[str, Any]], **fields: Any) -> msgspec.Raw:
     """A response object; what repeats the request was encoded with it."""
     body = {
-        "id": f"resp_{asked.serial}",
+        "id": _response_id(asked.serial),
         "object": "response",
         "created_at": asked.created,
         "status": status,

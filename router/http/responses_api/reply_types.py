@@ -64,6 +64,17 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     content: list[ReasoningText]
 
 
+class CustomToolCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
     """A call of a function."""
 
@@ -72,9 +83,10 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     call_id: str
     name: str
     arguments: str  # JSON, as the model wrote it
+    namespace: str | None = None
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall
+OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,12 +135,12 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     max_tool_calls: int | None
     metadata: dict[str, Any]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: ReasoningUsed
     safety_identifier: str | None
     service_tier: Literal["default"]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: TextUsed
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction
@@ -250,6 +262,18 @@ class ArgumentsDone(_WithinItem, frozen=True, kw_only=True, tag="response.functi
     arguments: str
 
 
+class InputDelta(_WithinItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"):
+    """More of a custom tool's input."""
+
+    delta: str
+
+
+class InputDone(_WithinItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"):
+    """All of it."""
+
+    input: str
+
+
 EVENTS = (
     ResponseCreated,
     ResponseInProgress,
@@ -262,6 +286,8 @@ EVENTS = (
     ContentPartDone,
     ArgumentsDelta,
     ArgumentsDone,
+    InputDelta,
+    InputDone,
     OutputItemDone,
     ResponseCompleted,
     ResponseIncomplete,

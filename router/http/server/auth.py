@@ -19,6 +19,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/docs", "/openapi.json"
 OBSERVED_PATHS = frozenset({"/metrics", "/topology"})
 """What needs none either, unless --protect-metrics is given: then an admin's."""
 
+RESET_PATH = "/reset_prefix_cache"
+"""vLLM's; an admin's, too."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -69,7 +71,7 @@ def _is_open(path: str, open_paths: Collection[str]) -> bool:
 
 
 def _needs_admin(path: str) -> bool:
-    return path == "/admin" or path.startswith("/admin/") or path in OBSERVED_PATHS
+    return path in ("/admin", RESET_PATH) or path.startswith("/admin/") or path in OBSERVED_PATHS
 
 
 async def _refuse(error: PdkvError, send: Send) -> None:

@@ -1,6 +1,7 @@
 """The body of a request: received within its bounds of size, time and memory."""
 
 import asyncio
+import zlib
 from types import TracebackType
 from typing import cast
 
@@ -17,6 +18,9 @@ from pdkv.router.http.server.paused_body import PAUSE_BODY, PauseBody
 _AHEAD_BYTES = 256 * 1024
 """What the server may read at once. Once a client has sent something, room for as much again is held before more is
 read of it, up to this: so it need not wait with much in hand, and who sends nothing holds nothing."""
+
+_INFLATED_BYTES = 64 * 1024
+"""So much of a compressed body is made at once: a quarter of a millisecond."""
 
 _GRACE_S = 5.0
 """For so long a client may send nothing although its body is the one that may exceed the bound, and others wait."""
@@ -67,6 +71,10 @@ class BodyReader:
         content_type = self._headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise InvalidRequest(f"content-type must be application/json, got {clip(content_type)!r}", status=415)
+        coding = self._headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("identity", "gzip"):
+            raise InvalidRequest(f"content-encoding must be gzip, or left out, got {clip(coding)!r}", status=415)
+        self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 16) if coding == "gzip" else None
         announced = self._headers.get("content-length", "0")
         size = int(announced[:19]) if announced.isdecimal() else 0
         if size > self._limits.max_body_bytes:
@@ -89,19 +97,41 @@ class BodyReader:
             if message["type"] == "http.disconnect":
                 raise Disconnected
             piece, more = message.get("body", b""), message.get("more_body", False)
-            size = self._size = len(body) + len(piece)
-            if size > self._limits.max_body_bytes:
-                raise self._too_large()
-            await self._hold(size, len(piece))
-            if not body and not more:
-                return cast(bytes, piece)  # no second copy of what came at once
-            body += piece
+            if self._inflater is not None:
+                await self._inflate(self._inflater, piece, body, is_last=not more)
+                size = len(body)
+            else:
+                size = self._size = len(body) + len(piece)
+                if size > self._limits.max_body_bytes:
+                    raise self._too_large()
+                await self._hold(size, len(piece))
+                if not body and not more:
+                    return cast(bytes, piece)  # no second copy of what came at once
+                body += piece
             del piece, message
             if not more:
                 return body
             if size > SMALL_BYTES:
                 ahead = size + min(size, _AHEAD_BYTES)
                 await self._hold(min(ahead, max(announced, size)) if announced else ahead, 0)
+
+    async def _inflate(self, inflater: "zlib._Decompress", piece: bytes, body: bytearray, *, is_last: bool) -> None:
+        """What a piece of a compressed body stands for, bit by bit: it may be a thousand times as long."""
+        made = piece
+        while (piece or len(made) == _INFLATED_BYTES) and not inflater.eof:
+            try:
+                made = inflater.decompress(piece, _INFLATED_BYTES)
+            except zlib.error as error:
+                raise InvalidRequest(f"the body is not valid gzip: {error}") from None
+            body += made
+            piece = inflater.unconsumed_tail
+            self._size = len(body)
+            if self._size > self._limits.max_body_bytes:
+                raise self._too_large()
+            await self._hold(self._size, len(piece))
+            await asyncio.sleep(0)
+        if inflater.unused_data or piece or (is_last and not inflater.eof):
+            raise InvalidRequest("the body is not valid gzip: it must be one member, and whole")
 
     async def _hold(self, size: int, num_unread: int) -> None:
         """Room for `size` bytes in all; `num_unread` of them are here."""

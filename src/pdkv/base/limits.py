@@ -32,8 +32,8 @@ MAX_N = 128
 MAX_CHOICES = 1024
 """Prompts times n of one request."""
 
-MAX_MESSAGES = 4096
-"""Turns of one chat request, and text parts of all of its turns together."""
+MAX_MESSAGES = 8192
+"""Turns of one chat request; and text parts and calls of all of its turns together."""
 
 MAX_TOTAL_PROMPT_TOKENS = 2**24
 """Prompt tokens times n of one request: each choice's Submit carries its prompt."""

@@ -1,6 +1,8 @@
 """Options that are secrets: read from a file instead of a command line, and masked wherever a text is shown."""
 
+import os
 import re
+import stat
 from pathlib import Path
 
 from pdkv.errors import ConfigError
@@ -9,6 +11,9 @@ MAX_FILE_BYTES = 64 * 1024
 
 STORE_SIGN_KEY = "PDKV_STORE_SIGN_KEY"
 """The environment variable of the secret that stored values are signed with; it has no flag."""
+
+API_KEY = "PDKV_API_KEY"
+"""The environment variable of the one key of a launch that has no key file; it has no flag either."""
 
 _URLS = re.compile(r"(?<=://)(?!/)[^\s'\"]+")  # file:///… has no user and no password
 _NEXT_URL = re.compile(r"(,[a-z+]+://)")
@@ -33,6 +38,24 @@ def _mask_users(urls: re.Match[str]) -> str:
 def has_secret(text: str) -> bool:
     """Whether there is something that `without_secrets` takes away."""
     return without_secrets(text) != text
+
+
+def read_own_file(path: Path, what: str, max_bytes: int) -> str:
+    """The text of a file that nobody but its owner, this user or root, may write. Raises ConfigError; `what` is it."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{what} {path} may be written by other users: make it yours, and chmod 600 {path}")
+    if len(data) > max_bytes:
+        raise ConfigError(f"{what} {path} has more than {max_bytes} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} {path} is not UTF-8 text") from None
 
 
 def read_option(value: str, where: str) -> str:

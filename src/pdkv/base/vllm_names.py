@@ -121,10 +121,10 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("allowed_methods allowed_headers", _NONE, "{cors_origin} allows all methods and headers to other origins"),
     ("log_config_file max_log_len", _NONE, "{log_level} and {log_format} say what is logged"),
     ("collect_detailed_traces show_hidden_metrics_for_version", _NONE, "{otlp_endpoint} URL sends spans"),
-    ("tool_parser_plugin tool_server", _NONE, 'a parser of your own is {tool_parser} "module:Class"'),
+    ("tool_server", _NONE, 'a parser of your own is {tool_parser} "module:Class" or {tool_parser_plugin} FILE'),
     ("logits_processor_pattern", _NONE, '{logits_processors} "module:Class" names those that requests may ask for'),
     ("h11_max_incomplete_event_size", _NONE, "{max_header_bytes} and {max_body_bytes} bound a request"),
-    ("root_path middleware uds ssl_ciphers", _NONE, "a proxy in front does this"),
+    ("root_path middleware ssl_ciphers", _NONE, "a proxy in front does this"),
     ("data_parallel_address data_parallel_rpc_port data_parallel_rank data_parallel_start_rank data_parallel_backend "
      "master_addr master_port node_rank", _NONE, _ELSEWHERE),
     ("structured_outputs_config", _NONE, "llguidance is the only backend of structured outputs"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pdkv.base.options import Option, did_you_mean, nearest, options_of, parse_pairs, read_values
-from pdkv.base.secret_options import STORE_SIGN_KEY, has_secret, without_secrets
+from pdkv.base.secret_options import API_KEY, STORE_SIGN_KEY, has_secret, without_secrets
 from pdkv.base.vllm_names import SHORT, UNSUPPORTED, VLLM
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
@@ -163,7 +163,7 @@ def collect(
         ConfigError: an unknown key or PDKV_* variable, a value of the wrong kind, two values of one option under
             two names in one place, or an unreadable file.
     """
-    others = {STORE_SIGN_KEY, *known_variables} - variables_of(flags)
+    others = {API_KEY, STORE_SIGN_KEY, *known_variables} - variables_of(flags)
     values: dict[str, Any] = {}
     if file is not None:
         table = [(key.replace("-", "_"), value) for key, value in read_config_file(file).items()]

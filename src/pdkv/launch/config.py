@@ -33,6 +33,7 @@ class LaunchConfig(Options):
     )
     host: str = option("127.0.0.1", "address to listen on")
     port: Annotated[int, Meta(ge=0, le=65535)] = option(8000, "port to listen on; 0 = any free one")
+    uds: Path | None = option(None, "unix socket to listen on, in the place of host and port", metavar="PATH")
     policy: str = option("prefix_aware", "how the router chooses engines", metavar="NAME")
     order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
         "auto", "which engine is asked first; auto: the one that the router prefers of those that the connector allows"

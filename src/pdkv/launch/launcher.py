@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import ipaddress
 import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.kernels.compiled import any_built
-from pdkv.launch.config import Deployment
+from pdkv.launch.config import Deployment, LaunchConfig
 from pdkv.launch.control import ControlServer
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
 from pdkv.launch.host_memory import HostMemory
@@ -31,7 +32,7 @@ from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.models.hub import with_local_model
 from pdkv.models.shard import Shard
 from pdkv.parsers.registry import check_parser_names
-from pdkv.router.admission.api_keys import read_key_file
+from pdkv.router.admission.api_keys import read_keys
 from pdkv.router.http.server.certificates import load_context
 from pdkv.router.metrics.tracing import check_tracing
 from pdkv.router.routing.policies import find_policy
@@ -64,7 +65,7 @@ def launch(deployment: Deployment) -> int:
                 host_memory.keep(spec)
             await _serve(deployment, fleet, run_dir, host_memory, listener, lifeline_fd)
 
-    with listen(deployment.launch.host, deployment.launch.port) as listener:
+    with listen_for(deployment.launch) as listener:
         advise(deployment, listener)
         run_supervised(serve)
     return 0
@@ -79,8 +80,7 @@ def check(deployment: Deployment) -> int:
     from pdkv.engine.worker.executor import describe_pool  # with torch, which takes seconds
 
     deployment = check_deployment(deployment)
-    listen(deployment.launch.host, deployment.launch.port).close()
-    with RunDirectory() as run_dir:
+    with listen_for(deployment.launch), RunDirectory() as run_dir:
         fleet = plan_fleet(deployment, run_dir)
     engines = [f"  {e.name}: {e.config.threads} CPU threads, {describe_pool(e.config)}" for e in fleet.engines]
     print(
@@ -93,8 +93,10 @@ def advise(deployment: Deployment, listener: socket.socket) -> None:
     """Warn of what is allowed and seldom meant."""
     if not any_built():
         logger.warning("compiled kernels are absent: torch computes instead, slower on CPUs (docs/cpu.md)")
+    if listener.family == socket.AF_UNIX or read_keys(deployment.router.access.api_key_file) is not None:
+        return
     address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
-    if not address.is_loopback and deployment.router.access.api_key_file is None:
+    if not address.is_loopback:
         logger.warning("%s can be reached from other hosts, and --api-key-file is not given: all may use it", address)
 
 
@@ -127,12 +129,12 @@ def check_deployment(deployment: Deployment) -> Deployment:
     """
     plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
     find_policy(deployment.launch.policy)
-    check_parser_names(deployment.router.api.tool_parser, deployment.router.api.reasoning_parser)
+    api = deployment.router.api
+    check_parser_names(api.tool_parser, api.reasoning_parser, api.tool_parser_plugin)
     if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
     check_processors(deployment)
-    if deployment.router.access.api_key_file is not None:
-        read_key_file(deployment.router.access.api_key_file)
+    read_keys(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:
         ClusterKey.read(deployment.launch.cluster_key_file)
     if deployment.router.tls.ssl_certfile is not None:
@@ -181,6 +183,11 @@ def check_processors(deployment: Deployment) -> None:
         )
 
 
+def listen_for(options: LaunchConfig) -> contextlib.AbstractContextManager[socket.socket]:
+    """The listening socket of a launch. Raises ConfigError."""
+    return listen(options.host, options.port) if options.uds is None else listen_at(options.uds)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """The listening socket, which the router inherits.
 
@@ -200,6 +207,30 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:  # socket.gaierror is one
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
+
+
+@contextlib.contextmanager
+def listen_at(path: Path) -> Iterator[socket.socket]:
+    """A listening unix socket at `path`, which is removed in the end; one that a killed launch left is replaced.
+
+    Raises:
+        ConfigError: something else is there, or it cannot be made.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            if path.is_socket():
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                    other.setblocking(False)
+                    if other.connect_ex(str(path)) == errno.ECONNREFUSED:
+                        path.unlink()
+            listener.bind(str(path))
+            listener.listen(LISTEN_BACKLOG)
+        except OSError as error:  # "AF_UNIX path too long" has no number
+            raise ConfigError(f"cannot listen on {path} (--uds): {error.strerror or error}") from None
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
 
 
 async def _serve(
@@ -308,6 +339,8 @@ def _make_control(
 
 
 def _url(listener: socket.socket, scheme: str) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

@@ -79,8 +79,8 @@ def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
 
 def format_of(calls: Calls) -> AnswerFormat:
     """How answers with these calls are read."""
-    names = frozenset(tool.name for tool in calls.tools)
-    return AnswerFormat(tool_parser=calls.parser, tool_names=names, several_calls=calls.several)
+    tools = {tool.name: tool.parameters for tool in calls.tools}
+    return AnswerFormat(tool_parser=calls.parser, tools=tools, several_calls=calls.several)
 
 
 def calls_in(text: str, format: AnswerFormat) -> list[WholeCall]:

@@ -1,6 +1,8 @@
 """One answer's text told apart: thoughts first, calls and text in what follows."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from pdkv.parsers.parts import CallEnd, Content, Part, Reasoning, joined
 from pdkv.parsers.reasoning import ReasoningParser, Split, Thinking
@@ -15,9 +17,10 @@ class AnswerFormat:
     prompt: Thinking = "unsaid"
     shows_reasoning: bool = True  # else thoughts are dropped
     tool_parser: type[ToolParser] | None = None
-    tool_names: frozenset[str] = frozenset()
+    tools: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)  # schemas of arguments, by name
     several_calls: bool = True  # else the answer ends behind its first call
     named_tool: bool = False  # the client chose the tool: OpenAI's finish reason is "stop" then
+    stops_in_thoughts: bool = False  # else stop strings end the answer only behind them
 
     @property
     def markers(self) -> frozenset[str]:
@@ -30,12 +33,26 @@ class AnswerFormat:
         return frozenset(found)
 
 
-class AnswerStream:
-    """The parts of one answer while its text comes. `ended`: it shall go no further."""
+class Stops(Protocol):
+    """Stop strings of a text that comes in pieces."""
 
-    def __init__(self, format: AnswerFormat) -> None:
+    def push(self, text: str, *, accept: bool = True) -> tuple[str, str | None]:
+        """What may be shown now, and the stop string that ends it. `accept` False: one that ends here is none."""
+
+    def flush(self) -> str:
+        """What was held back, where the text ends."""
+
+
+class AnswerStream:
+    """The parts of one answer while its text comes. `ended`: it shall go no further; so it is with a `stop`."""
+
+    def __init__(self, format: AnswerFormat, stops: Stops | None = None) -> None:
+        """`stops`: stop strings of what follows the thoughts."""
+        self.stop: str | None = None
+        """The stop string that ended the text: nothing more is read of it."""
+        self._stops = stops
         self._reasoning = format.reasoning_parser(format.prompt) if format.reasoning_parser is not None else None
-        self._tools = format.tool_parser(format.tool_names) if format.tool_parser is not None else None
+        self._tools = format.tool_parser(format.tools) if format.tool_parser is not None else None
         self._shows_reasoning = format.shows_reasoning
         self._several_calls = format.several_calls
         self.ended = False
@@ -50,29 +67,37 @@ class AnswerStream:
         """Calls that have begun."""
         return 0 if self._tools is None else self._tools.num_calls
 
-    def push(self, text: str) -> list[Part]:
-        """What is new."""
-        if self.ended or not text:
+    def push(self, text: str, *, accept_stop: bool = True) -> list[Part]:
+        """What is new. `accept_stop` False: a stop string that ends in this piece is none."""
+        if self.ended or self.stop is not None or not text:
             return []
         split = Split("", text) if self._reasoning is None else self._reasoning.push(text)
-        return self._cut(self._parts_of(split))
+        return self._cut(self._parts_of(split, accept_stop=accept_stop))
 
     def finish(self) -> list[Part]:
         """The text ends: what was held back. Nothing may be pushed afterwards."""
         if self.ended:
             return []
         parts = [] if self._reasoning is None else self._parts_of(self._reasoning.finish())
+        if self._stops is not None and self.stop is None:
+            parts += self._parts_of_content(self._stops.flush())
         if self._tools is not None:
             parts += self._tools.finish()
         return self._cut(parts)
 
-    def _parts_of(self, split: Split) -> list[Part]:
+    def _parts_of(self, split: Split, *, accept_stop: bool = True) -> list[Part]:
         parts: list[Part] = []
         if split.reasoning and self._shows_reasoning:
             parts.append(Reasoning(split.reasoning))
-        if split.content:
-            parts += [Content(split.content)] if self._tools is None else self._tools.push(split.content)
-        return parts
+        content = split.content
+        if content and self._stops is not None and self.stop is None:
+            content, self.stop = self._stops.push(content, accept=accept_stop)
+        return parts + self._parts_of_content(content)
+
+    def _parts_of_content(self, content: str) -> list[Part]:
+        if not content:
+            return []
+        return [Content(content)] if self._tools is None else self._tools.push(content)
 
     def _cut(self, parts: list[Part]) -> list[Part]:
         if not self._several_calls:

@@ -14,7 +14,7 @@ from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.prepare import make_format, make_grammar, naming
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.parsers.reasoning import ReasoningParser, Thinking
-from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
+from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser, failing
 from pdkv.parsers.tools import Tool, find_tool
 from pdkv.sampling.shape import Grammar, StructuredOutputs
 
@@ -100,10 +100,12 @@ class AnswerRules:
 
     def _syntax(self, calls: Calls, knows: KnowsToken, time: SchemaTime) -> CallSyntax:
         formats = [
-            CallFormat(tool.name, _arguments(tool, time) if calls.required or tool.strict else json_of(_ANY_OBJECT))
+            CallFormat(tool.name, _arguments(tool, time), tool.parameters, is_enforced=True, time=time)
+            if calls.required or tool.strict
+            else CallFormat(tool.name, json_of(_ANY_OBJECT))
             for tool in calls.tools
         ]
-        with naming("tools"):
+        with naming("tools"), failing(calls.parser):
             syntax = calls.parser.syntax(formats, knows, several=calls.several)
         if syntax is None:
             raise InvalidRequest(

@@ -35,6 +35,11 @@ class JsonValue:
         self._word = ""  # of a literal what is to come
         self._number = ""
 
+    @property
+    def in_string(self) -> bool:
+        """Whether the text so far ends within a string of a value that goes on."""
+        return self._in_string and not self.failed
+
     def push(self, text: str, at: int = 0) -> int:
         """Read on from text[at]; returns the place behind the value, that of what is wrong, or the text's length."""
         end = len(text)

@@ -1,27 +1,25 @@
 """Calls as Llama 3.1, 3.2 and 3.3 write them: {"name": …, "parameters": …}, with or without <|python_tag|> before."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pdkv.grammar.formats import tag
 from pdkv.parsers.call_object import quoted_name
 from pdkv.parsers.json_value import skip_spaces
-from pdkv.parsers.prose import find_marker
-from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
+from pdkv.parsers.line_parser import LineParser
+from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken
 
 _TAG = "<|python_tag|>"
-_LINE_BEGINS = re.compile(r"^[ \t]*\{", re.MULTILINE)
-_BLANK = " \t"
 
 
-class Llama3JsonParser(ToolParser):
+class Llama3JsonParser(LineParser):
     """No marker says that an object is a call: it must begin a line, and name a tool of the request."""
 
     markers = (_TAG,)
+    tag, bracket = _TAG, "{"
 
-    def __init__(self, names: frozenset[str] = frozenset()) -> None:
-        super().__init__(names)
-        self._line_is_blank = True  # the text's last line so far
+    def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
+        super().__init__(tools)
         self._between: list[str] = []  # read behind a call: spaces, and a semicolon
 
     @classmethod
@@ -34,30 +32,11 @@ class Llama3JsonParser(ToolParser):
         tags = [tag(f'{{"name": {quoted_name(tool.name)}, "parameters": ', tool.arguments, "}") for tool in tools]
         return CallSyntax(tags, "; ")
 
-    def _read_text(self, text: str, at: int) -> int:
-        place, found = find_marker(text, _TAG, at)
-        line = _LINE_BEGINS.search(text, at, place)
-        if line is not None and line.start() == 0 and not self._line_is_blank:
-            line = _LINE_BEGINS.search(text, line.end(), place)
-        if line is not None:
-            place = line.end() - 1
-        self._show(text[at:place])
-        if line is None and not found:
-            return place
-        return self._begin(text, place, "")
-
     def _begin(self, text: str, place: int, before: str) -> int:
-        """An object at `place`, or the tag in front of one."""
         tag = _TAG if text[place] != "{" else ""
         self._begin_object(before + tag, needs_known_name=True)
         self._state = self._read_object
         return place + len(tag)
-
-    def _show(self, text: str) -> None:
-        """Text for the user."""
-        line = text[text.rfind("\n") + 1 :]
-        self._line_is_blank = ("\n" in text or self._line_is_blank) and not line.strip(_BLANK)
-        self._text(text)
 
     def _read_object(self, text: str, at: int) -> int:
         at = self._push_object(text, at)

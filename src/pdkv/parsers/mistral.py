@@ -7,7 +7,8 @@ Up to tokenizer v7 a list: [TOOL_CALLS] [{"name": …, "arguments": …}, …]. 
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
@@ -28,8 +29,8 @@ class MistralParser(ToolParser):
 
     markers = (_OPEN, _CALL_ID, _ARGS)
 
-    def __init__(self, names: frozenset[str] = frozenset()) -> None:
-        super().__init__(names)
+    def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
+        super().__init__(tools)
         self._value = JsonValue()  # the arguments of a call that is no object
 
     @classmethod

@@ -1,8 +1,13 @@
 """Names of parsers: `--tool-parser` and `--reasoning-parser`."""
 
+import types
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdkv.base.options import did_you_mean
 from pdkv.base.registry import Registry
+from pdkv.base.secret_options import read_own_file
+from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdkv.parsers.reasoning import ReasoningParser
@@ -18,6 +23,9 @@ TOOL_PARSERS: "Registry[ToolParser]" = Registry(
         "hermes": "pdkv.parsers.hermes:HermesParser",
         "llama3_json": "pdkv.parsers.llama3_json:Llama3JsonParser",
         "mistral": "pdkv.parsers.mistral:MistralParser",
+        "qwen3_coder": "pdkv.parsers.tagged:Qwen3CoderParser",
+        "glm45": "pdkv.parsers.tagged:Glm45Parser",
+        "pythonic": "pdkv.parsers.pythonic:PythonicParser",
     },
     "pdkv.parsers.tool_parser:ToolParser",
 )
@@ -34,23 +42,58 @@ REASONING_PARSERS: "Registry[ReasoningParser]" = Registry(
 )
 
 
-def check_parser_names(tool_parser: str, reasoning_parser: str) -> None:
-    """Raise ConfigError for the name of a parser that there is not."""
-    if tool_parser not in (AUTO, NONE):
+_PLUGIN = "the tool parser plugin"
+_MAX_PLUGIN_BYTES = 1 << 20
+
+
+def check_parser_names(tool_parser: str, reasoning_parser: str, plugin: Path | None = None) -> None:
+    """Raise ConfigError for the name of a parser that there is not, or a plugin that others may write."""
+    if plugin is not None:  # it runs in the router alone, which knows its names
+        read_own_file(plugin, _PLUGIN, _MAX_PLUGIN_BYTES)
+    elif tool_parser not in (AUTO, NONE):
         TOOL_PARSERS.target(tool_parser)
     if reasoning_parser != NONE:
         REASONING_PARSERS.target(reasoning_parser)
 
 
-def find_tool_parser(name: str, chat_template: str) -> "type[ToolParser] | None":
-    """The parser of that name, or with "auto" the shipped one of the model's family; None: there is none.
+def load_plugin(path: Path) -> "dict[str, type[ToolParser]]":
+    """Run a file of Python; the tool parsers that it defines, by their classes' names.
 
     Raises:
-        ConfigError: no such parser.
+        ConfigError: others may write it, it fails, or it defines none.
     """
+    from pdkv.parsers.tool_parser import ToolParser
+
+    module = types.ModuleType("pdkv_tool_parser_plugin")
+    text = read_own_file(path, _PLUGIN, _MAX_PLUGIN_BYTES)
+    try:
+        exec(compile(text, str(path), "exec"), module.__dict__)
+    except Exception as error:
+        raise ConfigError(f"{_PLUGIN} {path} fails: {type(error).__name__}: {error}") from error
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    found = {kind.__name__: kind for kind in kinds if issubclass(kind, ToolParser)}
+    if not found:
+        raise ConfigError(f"{_PLUGIN} {path} defines no subclass of pdkv.parsers.tool_parser.ToolParser")
+    return found
+
+
+def find_tool_parser(name: str, chat_template: str, plugin: Path | None = None) -> "type[ToolParser] | None":
+    """The parser of that name, or with "auto" the plugin's, or the shipped one of the model's family; None: there is
+    none.
+
+    Raises:
+        ConfigError: no such parser, or a plugin that is none.
+    """
+    own = load_plugin(plugin) if plugin is not None else {}
     if name == NONE:
         return None
+    if name in own or (name == AUTO and len(own) == 1):
+        return own.get(name) or next(iter(own.values()))
+    if own and name == AUTO:
+        raise ConfigError(f"{_PLUGIN} {plugin} defines {', '.join(own)}: name one by --tool-parser")
     if name != AUTO:
+        if own and name not in TOOL_PARSERS.shipped:
+            raise ConfigError(f"{_PLUGIN} {plugin} defines no {name!r}{did_you_mean(name, own)}, only {', '.join(own)}")
         return TOOL_PARSERS.load(name)
     shipped = (TOOL_PARSERS.load(known) for known in TOOL_PARSERS.shipped)
     return next((parser for parser in shipped if parser.recognises(chat_template)), None)

@@ -1,14 +1,26 @@
 """What every tool parser is: text in, in pieces of any size, and text for the user and calls out."""
 
+import contextlib
+import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+from pdkv.base.limits import clip
+from pdkv.base.log_limit import LogLimit
+from pdkv.errors import PdkvError, RequestFailed
 from pdkv.grammar.formats import Format, Tag, separated, triggered
+from pdkv.grammar.schema_time import SchemaTime
 from pdkv.parsers.call_object import CallObject
 from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part
 from pdkv.parsers.prose import Prose
+
+_log_limit = LogLimit(10.0)
+logger = logging.getLogger(__name__)
+
+_MAX_IDLE = 16
+"""Changes of state in which nothing is read."""
 
 State = Callable[[str, int], int]
 KnowsToken = Callable[[str], bool]
@@ -20,6 +32,9 @@ class CallFormat(NamedTuple):
 
     name: str
     arguments: Format  # JSON objects
+    schema: Mapping[str, Any] | None = None  # of the same
+    is_enforced: bool = False  # else any object will do
+    time: SchemaTime | None = None  # what reading its parts may take
 
 
 class CallSyntax(NamedTuple):
@@ -38,6 +53,21 @@ class CallSyntax(NamedTuple):
         return triggered(self.tags, several=several)
 
 
+@contextlib.contextmanager
+def failing(parser: "type[ToolParser] | None") -> Iterator[None]:
+    """Whatever a parser of somebody else's raises fails the request: RequestFailed."""
+    try:
+        yield
+    except PdkvError:
+        raise
+    except Exception as error:
+        name = parser.__name__ if parser is not None else "none"
+        if _log_limit.passes():
+            logger.exception("the tool parser %s failed", name)
+        text = f"the tool parser {name} failed: {type(error).__name__}: {clip(str(error))}"
+        raise RequestFailed(text, request_id="") from None
+
+
 class ToolParser(ABC):
     """Reads the calls of one answer; a fresh one for each.
 
@@ -51,9 +81,10 @@ class ToolParser(ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that the parser looks for: they are shown to it where they are special tokens, too."""
 
-    def __init__(self, names: Collection[str] = ()) -> None:
-        """`names`: those of the request's tools."""
-        self.names = frozenset(names)
+    def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
+        """`tools`: the schemas of the arguments of the request's tools, by their names."""
+        self.tools = tools or {}
+        self.names = frozenset(self.tools)
         self.num_calls = 0
         self._state: State = self._read_text
         self._object = CallObject()
@@ -101,12 +132,15 @@ class ToolParser(ABC):
         return self._take()
 
     def _read(self, text: str) -> None:
-        at = 0
+        at = num_idle = 0
         while at < len(text):
             state, begun_at = self._state, at
             at = state(text, at)
             if at == begun_at and self._state == state:
                 break
+            num_idle = num_idle + 1 if at == begun_at else 0
+            if num_idle > _MAX_IDLE:
+                raise RuntimeError(f"{type(self).__name__} changes its state without end")
         self._rest = text[at:]
 
     @abstractmethod

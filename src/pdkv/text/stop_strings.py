@@ -96,8 +96,9 @@ class StopAutomaton:
 class StopStrings:
     """The match that ends first wins; of those that end together, the longest."""
 
-    def __init__(self, stops: StopAutomaton | Sequence[str]) -> None:
-        """`stops` are not empty strings, or their automaton."""
+    def __init__(self, stops: StopAutomaton | Sequence[str], *, shown: bool = False) -> None:
+        """`stops` are not empty strings, or their automaton. `shown`: what stops the text is the end of it."""
+        self._shown = shown
         self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
         self._state = _ROOT
         self._held = ""
@@ -111,7 +112,7 @@ class StopStrings:
             stop = automaton.complete(state) if accept else None
             if stop is not None:
                 self._state, self._held = _ROOT, ""
-                return StopResult(buffer[: i + 1 - len(stop)], stop)
+                return StopResult(buffer[: i + 1 - (0 if self._shown else len(stop))], stop)
         self._state = state
         shown = len(buffer) - automaton.held(state)
         self._held = buffer[shown:]

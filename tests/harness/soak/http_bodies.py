@@ -242,7 +242,7 @@ def attacks(size: int = 4 * _MIB - 4096) -> list[Body]:
         ("model name", COMPLETIONS, {**text, "model": big}),
         ("field name", COMPLETIONS, {**text, big: 1}),
         ("turns", CHAT, {**chat, "messages": _list_of('{"role":"user","content":"x"}', size - 200)}),
-        ("allowed turns", CHAT, {**chat, "messages": [{"role": "user", "content": ""}] * 4096}),
+        ("allowed turns", CHAT, {**chat, "messages": [{"role": "user", "content": ""}] * 8192}),
         (
             "parts",
             CHAT,

@@ -12,8 +12,9 @@ from fake_dispatcher import FakeDispatcher, FakeGeneration, say, tokens
 from small_app import MODEL, ids, make_app
 
 from pdkv.config import AccessConfig, AdmissionConfig
+from pdkv.errors import ConfigError, Unauthorized
 from pdkv.router.admission.admission_queue import Admission
-from pdkv.router.admission.api_keys import KeyRing, make_key
+from pdkv.router.admission.api_keys import KeyRing, make_key, read_keys
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.request import GenerateRequest
 from pdkv.text import Tokenizer
@@ -433,3 +434,28 @@ def test_pages_of_other_origins_may_not_use_the_api_unless_they_are_named(tmp_pa
     assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, "https://chat.example")
     foreign = run(call(rig.app, "OPTIONS", "/v1/completions", None, ask | {"origin": "https://evil.example"}))
     assert "access-control-allow-origin" not in foreign.headers
+
+
+def test_one_key_of_the_environment_is_an_admins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDKV_API_KEY", "for-a-quick-try")
+    ring = KeyRing(None)
+    [tenant] = ring.tenants
+    assert (tenant.name, tenant.grant.admin) == ("environment", True)
+    assert ring.authenticate("Bearer for-a-quick-try") is tenant
+    with pytest.raises(Unauthorized):
+        ring.authenticate("Bearer another")
+    with pytest.raises(ConfigError, match="give one of them"):
+        read_keys(tmp_path / "keys")
+    for wrong in ("short", "with a space", "ünprintable"):
+        monkeypatch.setenv("PDKV_API_KEY", wrong)
+        with pytest.raises(ConfigError, match="PDKV_API_KEY must have at least 8") as raised:
+            read_keys(None)
+        assert wrong not in str(raised.value)
+    monkeypatch.setenv("PDKV_API_KEY", "")
+    assert read_keys(None) is None
+
+
+def test_only_an_admin_may_reset_the_prefix_cache(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    reply = run(call(rig.app, "POST", "/reset_prefix_cache", None, rig.headers("a")))
+    assert reply.status == 403

@@ -106,6 +106,28 @@ def test_unknown_paths_and_methods_have_openais_shape(method: str, path: str, st
 
 
 @pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        *((path, "generates text only") for path in ("/v1/embeddings", "/score", "/v1/rerank", "/pooling")),
+        ("/v1/audio/transcriptions", "generates text only"),
+        ("/v1/messages", "not by Anthropic's"),
+        ("/v1/load_lora_adapter", "without adapters"),
+        ("/reset_prefix_cache", "--api-key-file"),
+    ],
+)
+def test_what_other_servers_have_is_said_not_to_be_here(path: str, words: str) -> None:
+    for method in ("GET", "POST"):
+        status, body = get(FakeDispatcher(), path, method)
+        assert (status, words in body["error"]["message"]) == (404, True), body
+    assert "text only" not in get(FakeDispatcher(), "/v1/nothing")[1]["error"]["message"]
+
+
+def test_server_info() -> None:
+    status, body = get(FakeDispatcher(), "/server_info")
+    assert (status, body["model"]["id"], body["tool_parser"], body["reasoning_parser"]) == (200, MODEL, None, None)
+
+
+@pytest.mark.parametrize(
     ("error", "status", "code"),
     [
         (EngineUnavailable("none"), 503, "engine_unavailable"),

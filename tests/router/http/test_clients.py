@@ -17,6 +17,8 @@ from http_server import serving
 from small_app import MODEL, eos, ids, make_app
 from vllm_peers import vllm_python
 
+from pdkv.config import HttpApi
+
 
 @pytest.mark.parametrize(
     ("client", "path", "body"), [(client, path, body) for client, sent in BODIES.items() for path, body in sent]
@@ -35,7 +37,8 @@ def with_server(use: Callable[[int], Awaitable[Any]]) -> Any:
     """Run `use` with the port of a server that answers everything."""
 
     async def main() -> Any:
-        app = make_app(FakeDispatcher(say([*ids("ab"), eos()])), max_model_len=4096)
+        api = HttpApi(tool_parser="hermes")
+        app = make_app(FakeDispatcher(say([*ids("ab"), eos()])), max_model_len=4096, api=api)
         async with serving(app) as server:
             return await use(server.port)
 
@@ -58,11 +61,16 @@ for provider in ("openai", "hosted_vllm"):
             response_format={"type": "text"}).choices[1].message.content,
         ask(history).choices[0].message.content,
         ask([*HI, first.choices[0].message.model_dump(), *HI]).choices[0].message.content,
-        "".join(c.choices[0].delta.content or "" for c in ask(stream=True, stream_options={"include_usage": True})),
+        "".join(c.choices[0].delta.content or "" for c in ask(stream=True, stream_options={"include_usage": True})
+                if c.choices),
     ]
     assert texts == ["ab"] * 5, texts
 text = litellm.text_completion(model="text-completion-openai/small", prompt="hi", best_of=1, echo=True, **at)
 assert text.choices[0].text == "hiab", text
+said = litellm.responses(model="openai/small", input="hi", instructions="s", **at)
+assert said.output[-1].content[0].text == "ab", said
+kinds = [event.type for event in litellm.responses(model="openai/small", input="hi", stream=True, **at)]
+assert kinds[-1] == "response.completed", kinds
 """
 
 LANGCHAIN = """
@@ -82,13 +90,47 @@ texts = [
     OpenAI(**at).invoke("hi"),
     "".join(OpenAI(**at).stream("hi")),
     OpenAI(n=2, best_of=2, **at).generate(["a"]).generations[0][1].text,
+    ChatOpenAI(use_responses_api=True, **at).invoke(history).text,
+    "".join(chunk.text for chunk in ChatOpenAI(use_responses_api=True, **at).stream("hi")),
+    ChatOpenAI(use_responses_api=True, verbosity="low", reasoning={"summary": "auto"}, **at).invoke("hi").text,
 ]
-assert texts == ["ab"] * 8, texts
+assert texts == ["ab"] * 11, [str(text) for text in texts]
+"""
+
+AGENTS = """
+import asyncio, sys
+from agents import Agent, ModelSettings, Runner, WebSearchTool, function_tool, set_tracing_disabled
+from agents.models.openai_chatcompletions import OpenAIChatCompletionsModel
+from agents.models.openai_responses import OpenAIResponsesModel
+from openai import AsyncOpenAI
+set_tracing_disabled(True)
+client = AsyncOpenAI(base_url=sys.argv[1], api_key="x")
+
+@function_tool
+def weather(city: str, days: int = 1) -> str:
+    "The weather of a city."
+    return "sunny"
+
+async def main():
+    for kind, tools in ((OpenAIChatCompletionsModel, [weather]), (OpenAIResponsesModel, [weather, WebSearchTool()])):
+        model = kind(model="small", openai_client=client)
+        settings = ModelSettings(temperature=0.2, max_tokens=9, parallel_tool_calls=False)
+        agent = Agent(name="a", instructions="s", model=model, tools=tools, model_settings=settings)
+        first = await Runner.run(agent, "hi")
+        assert first.final_output == "ab", first
+        again = await Runner.run(agent, [*first.to_input_list(), {"role": "user", "content": "more"}])
+        assert again.final_output == "ab", again
+        streamed = Runner.run_streamed(agent, "hi")
+        kinds = [event.type async for event in streamed.stream_events()]
+        assert streamed.final_output == "ab" and kinds, streamed
+asyncio.run(main())
 """
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize(("package", "program"), [("litellm", LITELLM), ("langchain_openai", LANGCHAIN)])
+@pytest.mark.parametrize(
+    ("package", "program"), [("litellm", LITELLM), ("langchain_openai", LANGCHAIN), ("agents", AGENTS)]
+)
 def test_a_client_library_is_served(package: str, program: str) -> None:
     python = python_with(package)
 

@@ -466,6 +466,8 @@ def message(*parts: Any, **fields: Any) -> list[dict[str, Any]]:
 
 
 TOOL = {"type": "function", "name": "f"}
+SPACE: dict[str, Any] = {"type": "namespace", "name": "n", "tools": []}
+HOSTED = {"type": "web_search", "external_web_access": False}
 REFUSED = {"type": "object", "properties": {"a": {"not": {}}}}
 
 
@@ -481,9 +483,9 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
     ("fields", "param", "words"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "no responses are kept"),
-        ({"conversation": "conv_1"}, "conversation", "no responses are kept"),
-        ({"conversation": {"id": "conv_1"}}, "conversation", "no responses are kept"),
-        ({"background": True}, "background", "no responses are kept"),
+        ({"conversation": "conv_1"}, "conversation", "no conversations are kept"),
+        ({"conversation": {"id": "conv_1"}}, "conversation", "no conversations are kept"),
+        ({"background": True}, "background", "no response is made in the background"),
         ({"store": True}, "store", "no responses are kept"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "no prompts are kept"),
         ({"truncation": "auto"}, "truncation", "allowed: 'disabled'"),
@@ -494,9 +496,9 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
         ({"text": {"format": {"type": "text", "name": "a"}}}, "text.format.name", "'json_schema', got 'text'"),
         ({**shaped(SCHEMA), "structured_outputs": {"regex": "a"}}, "structured_outputs", "text.format and structured"),
         ({**shaped(SCHEMA), "guided_json": {}}, "guided_json", "text.format and guided_json"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity", "allowed: 'medium'"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", "'loud' is not supported"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'huge' is not supported"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "allowed: 'auto'"),
+        ({"reasoning": {"summary": "rhymed"}}, "reasoning.summary", "'rhymed' is not supported"),
         ({"include": ["thoughts"]}, "include[0]", "'thoughts' is not supported"),
         ({"top_logprobs": 3}, "top_logprobs", "needs include to hold 'message.output_text.logprobs'"),
         ({"top_logprobs": 21, **WITH_LOGPROBS}, "top_logprobs", "up to 20, got 21"),
@@ -521,7 +523,7 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
         ({"input": None}, "input", "null"),
         ({"input": [5]}, "input[0]", "object"),
         ({"input": "x" * 100_000}, "input", "the model's length"),
-        ({"input": [{"role": "user", "content": "x"}] * 4097}, "input", "at most 4096"),
+        ({"input": [{"role": "user", "content": "x"}] * 8193}, "input", "at most 8192"),
         ({"input": [{}]}, "input[0].content", "is required: the item is a message"),
         ({"input": [{"content": "x"}]}, "input[0].role", "is required"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool' is not supported"),
@@ -532,7 +534,7 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
             "required",
         ),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "required"),
-        ({"input": [{**CALLED, "output": "x"}]}, "input[0].output", "which has arguments, call_id, name"),
+        ({"input": [{**CALLED, "output": "x"}]}, "input[0].output", "which has arguments, call_id, name, namespace"),
         ({"input": message(call_id="c")}, "input[0].call_id", "not a field of a message"),
         ({"input": message(mood="c")}, "input[0].mood", "not a known field"),
         ({"input": message({"type": "input_image", "image_url": "x"})}, "input[0].content[0].type", "'input_image'"),
@@ -544,7 +546,22 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
         ({"tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters", "JSON schema"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name", "got None"),
         ({"tools": [{**TOOL, "parameters": REFUSED, "strict": True}]}, "tools[0].parameters", "/properties/a/not"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
+        ({"tools": [{"type": "web_scrape"}]}, "tools[0].type", "'web_scrape' is not supported"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0]", "a list of tools"),
+        ({"tools": [TOOL, {**SPACE, "tools": [SPACE]}]}, "tools[1].tools[0].type", "'namespace' is not supported"),
+        ({"tools": [TOOL, {**SPACE, "tools": [5]}]}, "tools[1].tools[0].type", "None is not supported"),
+        ({"tools": [TOOL, {**SPACE, "tools": [{**TOOL, "name": 5}]}]}, "tools[1].tools[0].name", "text of 1 to"),
+        (
+            {"tools": [HOSTED, {**SPACE, "tools": [{**TOOL, "parameters": REFUSED, "strict": True}]}]},
+            "tools[1].tools[0].parameters",
+            "/properties/a/not",
+        ),
+        (
+            {"tools": [{**TOOL, "name": "n__f"}, {**SPACE, "tools": [TOOL]}]},
+            "tools[1].tools[0].name",
+            "the name of another tool",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "they are f"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name", "required"),

@@ -256,7 +256,6 @@ NEUTRAL: dict[str, Any] = {
     "prompt_cache_retention": "in_memory",
     "length_penalty": 1,
     "use_beam_search": False,
-    "include_stop_str_in_output": False,
     "spaces_between_special_tokens": True,
     "stream_interval": 1,
     "thinking_token_budget": -1,

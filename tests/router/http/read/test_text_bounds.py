@@ -14,6 +14,8 @@ from asgi_client import begin, call, run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, make_app, model_config, tokenizer
 
+from pdkv.base.limits import MAX_MESSAGES
+from pdkv.config import HttpApi
 from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.http import app as app_module
 from pdkv.router.http.read import job as openai
@@ -113,8 +115,8 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             CHAT,
-            b'{"model": "small", "messages": [' + b",".join([b'{"role":"user","content":""}'] * 4097) + b"]}",
-            "4096 turns",
+            b'{"model": "small", "messages": [' + b",".join([b'{"role":"user","content":""}'] * 8193) + b"]}",
+            "8192 turns",
         ),
         (
             CHAT,
@@ -129,6 +131,46 @@ def test_too_much_is_refused_before_it_is_worked_on(
     """F29."""
     monkeypatch.setattr(openai, "MAX_SHOWN_PROMPT_TOKENS", 100_000)
     assert words in refuse(path, body)["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+@pytest.mark.parametrize("shape", ["agent", "turns", "parts", "calls"])
+def test_the_longest_histories_that_the_page_allows_are_served(path: str, shape: str) -> None:
+    """1,500 rounds of an agent with 300 tools, and as many turns, parts and calls as may be."""
+    messages, items = histories(shape)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "d"} for i in range(8)}}
+    functions = [{"name": f"t{i}", "description": "d", "parameters": schema} for i in range(300)]
+    body: dict[str, Any] = {"model": MODEL}
+    if path == CHAT:
+        body |= {"messages": messages, "tools": [{"type": "function", "function": f} for f in functions]}
+    else:
+        body |= {"input": items, "tools": [{"type": "function", **f} for f in functions]}
+    api = HttpApi(tool_parser="hermes")
+    reply = run(call(make_app(FakeDispatcher(say(ids("x"))), max_model_len=500_000, api=api), "POST", path, body))
+    assert reply.status == 200, reply.body[:500]
+
+
+def histories(shape: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """As messages, and as items."""
+    if shape == "turns":
+        turns = [{"role": "user", "content": "x"}] * MAX_MESSAGES
+        return turns, turns
+    if shape == "parts":
+        turn: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "x"}] * 8}
+        item: dict[str, Any] = {"role": "user", "content": [{"type": "input_text", "text": "x"}] * 8}
+        return [turn] * (MAX_MESSAGES // 8), [item] * (MAX_MESSAGES // 8)
+    num_rounds, size = (1500, 1) if shape == "agent" else (MAX_MESSAGES // 18, 8)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+    items: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+    for _ in range(num_rounds):
+        function = {"name": "t1", "arguments": '{"p0": ["a", "b"]}'}
+        calls = [{"id": f"c{i}", "type": "function", "function": function} for i in range(size)]
+        messages.append({"role": "assistant", "content": "I look", "tool_calls": calls})
+        items.append({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look"}]})
+        items += [{"type": "function_call", "call_id": f"c{i}", **function} for i in range(size)]
+        messages += [{"role": "tool", "tool_call_id": f"c{i}", "content": "ok"} for i in range(size)]
+        items += [{"type": "function_call_output", "call_id": f"c{i}", "output": "ok"} for i in range(size)]
+    return messages, items
 
 
 def test_a_text_full_of_brackets_and_quotes_is_a_text() -> None:

@@ -279,7 +279,10 @@ FAMILIES = {
     "hermes": "<tools>{{ tools }}</tools> <tool_call>\n{'name': <function-name>, 'arguments': <args>}\n</tool_call>",
     "llama3_json": '<|start_header_id|>ipython<|end_header_id|> {"name": function name, "parameters": dictionary}',
     "mistral": "[AVAILABLE_TOOLS] {{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS]",
-    "": "<tool_call>\n<function=example>\n<parameter=arguments>",
+    "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=arguments>",
+    "glm45": "<tool_call>{function-name}\n<arg_key>arguments</arg_key>\n<arg_value>",
+    "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...)]",
+    "": "{{ messages }}",
 }
 
 
@@ -296,7 +299,9 @@ def test_a_third_party_can_bring_a_parser(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "pdkv.tool_parsers" else [])
     check_parser_names("theirs", "none")
     assert find_tool_parser("theirs", "") is TOOL_PARSERS.load("hermes")
-    with pytest.raises(ConfigError, match=r"unknown tool parser 'hermse' \(did you mean 'hermes'\?\); known: hermes"):
+    with pytest.raises(
+        ConfigError, match=r"unknown tool parser 'hermse' \(did you mean 'hermes'\?\); known: glm45, hermes"
+    ):
         check_parser_names("hermse", "none")
     with pytest.raises(ConfigError, match="unknown reasoning parser 'theirs'; known: deepseek_r1"):
         check_parser_names("auto", "theirs")

@@ -1,0 +1,107 @@
+"""Responses that are kept for a while, so that a client can go on from one by its id: in memory, per API key."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdkv.base.clock import MONOTONIC
+from pdkv.base.limits import clip
+from pdkv.errors import InvalidRequest
+
+_ENTRY_BYTES = 512
+"""What an entry takes beside its items."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    previous: str | None
+    items: bytes  # that it adds to those of `previous`: a JSON list without its brackets
+    until: float
+
+    @property
+    def size(self) -> int:
+        return len(self.items) + _ENTRY_BYTES
+
+
+class ResponseStore:
+    """What does not fit, or is too old, is forgotten: first the oldest of the owner that has most. Any thread."""
+
+    def __init__(
+        self, max_bytes: int, keep_s: float, max_conversation_bytes: int, clock: Callable[[], float] = MONOTONIC.now
+    ) -> None:
+        """`keep_s`: 0 keeps none. `max_conversation_bytes`: of JSON that one response may stand on."""
+        self.keep_s = keep_s
+        self._max_bytes = max_bytes
+        self._max_conversation_bytes = max_conversation_bytes
+        self._clock = clock
+        self._owners: dict[str, OrderedDict[str, _Entry]] = {}  # what was used last is last
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> int:
+        """Bytes of all of them."""
+        return sum(self._sizes.values())
+
+    def put(self, owner: str, response_id: str, previous: str | None, items: bytes) -> None:
+        """Keep what a response and its request add to the `previous` one."""
+        entry = _Entry(previous, items, self._clock() + self.keep_s)
+        with self._lock:
+            self._owners.setdefault(owner, OrderedDict())[response_id] = entry
+            self._sizes[owner] = self._sizes.get(owner, 0) + entry.size
+            self._forget()
+
+    def conversation(self, owner: str, response_id: str) -> bytes:
+        """All items up to a response's end, as a JSON list without its brackets; they are kept anew.
+
+        Raises:
+            InvalidRequest: the owner has no such response, not any more, or the conversation is too long.
+        """
+        with self._lock:
+            self._forget()
+            entries = self._owners.get(owner, OrderedDict())
+            found: list[tuple[str, _Entry]] = []
+            size, name = 0, response_id
+            while name:
+                entry = entries.get(name)
+                if entry is None:
+                    raise _not_found(response_id)
+                found.append((name, entry))
+                size += len(entry.items)
+                if size > self._max_conversation_bytes:
+                    raise InvalidRequest(
+                        f"previous_response_id: its conversation has more than {self._max_conversation_bytes} bytes "
+                        "(--max-body-bytes): begin a new one with a summary",
+                        param="previous_response_id",
+                    )
+                name = entry.previous or ""
+            until = self._clock() + self.keep_s
+            for name, entry in reversed(found):
+                entry.until = until
+                entries.move_to_end(name)
+        return b",".join(entry.items for _, entry in reversed(found) if entry.items)
+
+    def _forget(self) -> None:
+        now = self._clock()
+        for owner in list(self._owners):
+            while (oldest := next(iter(self._owners.get(owner, {}).values()), None)) and oldest.until <= now:
+                self._drop_oldest(owner)
+        while self.held > self._max_bytes:
+            self._drop_oldest(max(self._sizes, key=self._sizes.__getitem__))
+
+    def _drop_oldest(self, owner: str) -> None:
+        _, entry = self._owners[owner].popitem(last=False)
+        self._sizes[owner] -= entry.size
+        if not self._owners[owner]:
+            del self._owners[owner], self._sizes[owner]
+
+
+def _not_found(response_id: str) -> InvalidRequest:
+    error = InvalidRequest(
+        f"previous_response_id: there is no response {clip(response_id)!r} of this API key, or not any more: send the "
+        "whole conversation as input",
+        param="previous_response_id",
+    )
+    error.code = "previous_response_not_found"
+    return error

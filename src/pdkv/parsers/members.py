@@ -1,0 +1,153 @@
+"""A tool's arguments one by one, for families that write no JSON object: their schemas, and their values as JSON."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pdkv.base.limits import clip
+from pdkv.errors import InvalidRequest
+from pdkv.parsers.json_value import JsonValue
+
+Schema = Mapping[str, Any]
+
+_ABOUT = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$comment", "strict"}
+)
+_DEFINITIONS = ("$defs", "definitions")
+_OF_OBJECT = _ABOUT | {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
+_MAX_REFERENCES = 32
+_MAX_WAYS = 64
+_MAX_MEMBERS = 200
+
+
+class Member(NamedTuple):
+    """One argument that a schema names."""
+
+    name: str
+    required: bool
+    schema: Schema  # with the definitions that it may refer to
+
+
+def read_members(schema: Schema | None) -> list[Member] | None:
+    """The arguments of a tool, in their order; None: it takes any.
+
+    Raises:
+        InvalidRequest: the schema says of them together what cannot be enforced one by one.
+    """
+    if schema is None or ("properties" not in schema and schema.get("additionalProperties") is not False):
+        return None
+    for keyword in schema:
+        if keyword not in _OF_OBJECT:
+            raise InvalidRequest(f"{clip(keyword)!r} of the arguments cannot be enforced in the format of this model")
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise InvalidRequest("properties must be an object, and required a list")
+    needed = dict.fromkeys(name for name in required if isinstance(name, str))
+    names = [*properties, *(name for name in needed if name not in properties)]
+    if len(names) > _MAX_MEMBERS:
+        raise InvalidRequest(f"more than {_MAX_MEMBERS} arguments cannot be enforced in the format of this model")
+    return [Member(name, name in needed, _resolved(properties.get(name, {}), schema)) for name in names]
+
+
+def member_schema(schema: Schema | None, name: str) -> Schema:
+    """What a tool's schema says of one argument, for reading it: nothing where it says nothing that can be told."""
+    properties = schema.get("properties") if schema is not None else None
+    given = properties.get(name, {}) if isinstance(properties, Mapping) else {}
+    return _resolved(given, schema or {})
+
+
+def _ways(schema: Schema) -> list[Schema]:
+    """What a value may be, one by one; of what has too many ways, or leads back to itself, it is the schema itself."""
+    found: list[Schema] = []
+    todo = [schema]
+    for _ in range(_MAX_WAYS):
+        if not todo:
+            return found
+        one = todo.pop(0)
+        nested = one.get("anyOf")
+        if isinstance(nested, list) and len(nested) <= _MAX_WAYS and one.keys() <= {*_ABOUT, *_DEFINITIONS, "anyOf"}:
+            todo += [_resolved(way, schema) for way in nested]
+        else:
+            found.append(one)
+    return [schema]
+
+
+def kinds_of(schema: Schema) -> frozenset[str] | None:
+    """The JSON types that values may have, integers being numbers; None: it does not say."""
+    kinds: set[str] = set()
+    for way in _ways(schema):
+        given = way.get("type")
+        if isinstance(given, str | list):
+            names = [given] if isinstance(given, str) else given
+            kinds.update("number" if name == "integer" else name for name in names if isinstance(name, str))
+        elif "const" in way or isinstance(way.get("enum"), list):
+            values = way["enum"] if "const" not in way else [way["const"]]
+            kinds.update(_KINDS.get(type(value), "object") for value in values)
+        else:
+            return None
+    return frozenset(kinds)
+
+
+def is_free_text(schema: Schema) -> bool:
+    """Whether any text may be written where such a value stands: read back, it is one of those."""
+    if schema.keys() <= {*_ABOUT, *_DEFINITIONS}:
+        return True
+    ways, kinds = _ways(schema), kinds_of(schema) or frozenset()
+    is_plain = all(way.keys() <= {*_ABOUT, *_DEFINITIONS, "type"} and "integer" not in way["type"] for way in ways)
+    return is_plain and "string" in kinds and kinds <= {"string", "null", "boolean", "number"}
+
+
+def values_of(schema: Schema) -> list[Any] | None:
+    """All that such a value may be; None: that is no list."""
+    of_types: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
+    found: list[Any] = []
+    for way in _ways(schema):
+        values = [way["const"]] if "const" in way else way.get("enum", of_types.get(str(way.get("type"))))
+        if not isinstance(values, list) or way.keys() - {*_ABOUT, *_DEFINITIONS, "type", "enum", "const"}:
+            return None
+        found += values
+    return found
+
+
+def json_of_written(text: str, kinds: frozenset[str] | None) -> str:
+    """A value that was written without quotes as JSON: of a type that it may have, else a string."""
+    bare = text.strip()
+    bare = _PYTHON_WORDS.get(bare, bare)
+    if bare and kinds != frozenset({"string"}):
+        value = JsonValue()
+        if value.push(bare + " ") >= len(bare) and value.done and (kinds is None or _kind(bare) in kinds - {"string"}):
+            return bare
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kind(written: str) -> str:
+    return {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}.get(
+        written[0], "number"
+    )
+
+
+def _resolved(schema: object, root: Schema) -> Schema:
+    """A part of `root` with its definitions, what it refers to in its place."""
+    definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+    for _ in range(_MAX_REFERENCES):
+        if (
+            not isinstance(schema, Mapping)
+            or not isinstance(schema.get("$ref"), str)
+            or len(schema.keys() - _ABOUT) > 1
+        ):
+            break
+        schema = _at(root, schema["$ref"])
+    return {**schema, **definitions} if isinstance(schema, Mapping) else definitions
+
+
+def _at(root: Schema, reference: str) -> object:
+    found: object = root if reference.startswith("#/") else {}
+    for step in _steps(reference):
+        found = found.get(step, {}) if isinstance(found, Mapping) else {}
+    return found
+
+
+def _steps(reference: str) -> Iterator[str]:
+    return (step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:])
