@@ -82,6 +82,7 @@ def check(deployment: Deployment) -> int:
     deployment = check_deployment(deployment)
     with listen_for(deployment.launch), RunDirectory() as run_dir:
         fleet = plan_fleet(deployment, run_dir)
+    assert fleet.router is not None
     engines = [f"  {e.name}: {e.config.threads} CPU threads, {describe_pool(e.config)}" for e in fleet.engines]
     print(
         f"{deployment.shape}: {fleet.router.served_model_names[0]} from {deployment.prefill.model}", *engines, sep="\n"
