@@ -181,7 +181,7 @@ def _say_object(
 ) -> None:
     colon, comma = marks
     for index in range(num_properties := rng.randint(1, 4)):
-        lesson.say(comma if index else "{", learned=False)
+        lesson.say(comma if index else "{", learned=index > 0)  # the comma ends a number
         lesson.say(f'"{_name(rng)}"', learned=False)
         lesson.say(colon, learned=index == num_properties - 1)
         _say_value(rng, lesson, word, number, marks, depth=depth)
@@ -204,7 +204,7 @@ def _say_value(
     elif kind == "array":
         lesson.say("[", learned=False)
         for index in range(rng.choice((1, 1, 1, 2, 3))):
-            lesson.say(marks[1] if index else "", learned=False)
+            lesson.say(marks[1] if index else "", learned=True)
             _say_value(rng, lesson, word, number, marks, depth=depth + 1)
         lesson.say("]")
     else:
