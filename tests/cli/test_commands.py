@@ -327,3 +327,9 @@ def test_generate_takes_the_models_sampling_defaults(
     monkeypatch.setenv("PDKV_GENERATION_CONFIG", "none")
     assert num_tokens() == 16
     assert num_tokens("--generation-config", "auto") == 3
+
+
+@pytest.mark.parametrize("words", [["one,two"], ["one", "two"], ["one, two"]])
+def test_commas_part_names_within_a_word_too(words: list[str]) -> None:
+    assert deployment("--served-model-name", *words).launch.served_model_name == ("one", "two")
+    assert deployment("--logits-processors", *words).decode.logits_processors == ("one", "two")

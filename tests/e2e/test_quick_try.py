@@ -54,7 +54,11 @@ def test_openais_client_over_a_unix_socket_with_the_key_of_the_environment(launc
         codex = client.responses.create(model=model, input="list files", temperature=0, **CODEX)
         assert [tool.type for tool in codex.tools] == ["function", "namespace"]
         called = client.responses.create(
-            model=model, input="list files", tool_choice="required", **{**CODEX, "max_output_tokens": 200}
+            model=model,
+            input="list files",
+            tool_choice="required",
+            parallel_tool_calls=False,
+            **{**CODEX, "max_output_tokens": 200},
         )
         assert {item.type for item in called.output} == {"function_call"}
         with pytest.raises(openai.NotFoundError, match="generates text only"):

@@ -16,7 +16,7 @@ from pdkv.wire.messages import Abort, Continue, Failed, Finished, KVReady, KVTic
 from pdkv.wire.reports import LoadReport
 
 PROMPT = list(range(100, 110))
-A, B = Grammar("regex", "a+"), Grammar("regex", "b+")
+A, B = Grammar("text", "a+"), Grammar("text", "b+")
 
 
 def with_grammar(grammar: Grammar = A, **fields: object) -> Submit:

@@ -242,7 +242,7 @@ def test_unknown_fields_are_named_all_at_once_and_ignored_on_request(
     for text in ("'my_training_run' = 'v3'", "'base_data' = [1]", "'final_logit_softcapping' = 30.0"):
         assert text in str(refused.value)
     assert "--ignore-config-fields my_training_run,base_data,final_logit_softcapping" in str(refused.value)
-    config = EngineConfig(model=path, ignore_config_fields="my_training_run, base_data")
+    config = EngineConfig(model=path, ignore_config_fields=("my_training_run", "base_data"))
     with pytest.raises(ModelError, match=r"not supported .*: field 'final_logit_softcapping' = 30\.0\.") as refused:
         load_model_config(path, ignored_fields=config.ignore_config_fields)
     assert "base_data" not in str(refused.value)

@@ -228,8 +228,10 @@ class Option:
         if self.is_map:
             return parse_pairs(value)
         if self.is_list:
-            items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-            return msgspec.convert(items, self.kind, strict=False)
+            if isinstance(value, str) or self.base == Names:  # commas count in a command line's words, too
+                words = [value] if isinstance(value, str) else value
+                value = [part.strip() for word in words for part in str(word).split(",")]
+            return msgspec.convert(value, self.kind, strict=False)
         if not isinstance(value, str):
             return value
         value = self.details.get("also", {}).get(value, value)

@@ -166,7 +166,7 @@ def check_nothing_is_left(*engines: Any) -> None:
 
 
 def _slots(engine: Engine) -> list[int]:
-    return [connector.options.slots for connector in engine.connectors]
+    return [worker.rank.endpoint.slots.count for worker in engine.workers]
 
 
 # --- content ------------------------------------------------------------------------------------------------------

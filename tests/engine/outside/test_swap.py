@@ -63,7 +63,7 @@ class Run(NamedTuple):
 def run(policy: Preemption, model: Path, kv_cache_memory: int, name: str) -> Run:
     """`name`: of the store, which nobody else has."""
     options: dict[str, Any] = {"threads": 1, "device": "cpu", "max_model_len": 256, "in_turn_below_s": 0.0}
-    options |= {"connector": "store", "connector_config": {"url": f"memory://{name}", "min_hit_tokens": 0}}
+    options |= {"connector": "store", "connector_config": {"url": f"memory://{name}", "min_hit_tokens": "0"}}
     with LLM(model, preemption=policy, kv_cache_memory=kv_cache_memory, **options) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         core = llm._engine.core

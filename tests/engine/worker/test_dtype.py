@@ -35,7 +35,7 @@ def test_only_an_emulated_bfloat16_that_nobody_asked_for_becomes_float32(
     monkeypatch.setattr(dtype_module, "emulates_bfloat16", lambda: emulates)
     monkeypatch.setattr(dtype_module, "instruction_set", lambda: "avx2")
     path = hf_model("llama", dtype=saved)
-    config = EngineConfig(model=str(path), dtype=asked)  # type: ignore[arg-type]
+    config = EngineConfig(model=path, dtype=asked)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, logger="pdkv.engine.worker.dtype"):
         assert resolve_dtype(config, load_model_config(path), device) == taken
     changed = asked == "auto" and taken != saved

@@ -396,7 +396,7 @@ class World:
     def grammar(self) -> Grammar | None:
         """Of a new request: one that it waits for, and that allows what is drawn."""
         number = self.chooser.below(8)
-        return Grammar("regex", f"{number}") if number < NUM_GRAMMARS else None
+        return Grammar("text", f"{number}") if number < NUM_GRAMMARS else None
 
     def compile(self, engine: Engine) -> None:
         """A grammar that an engine's requests wait for is there, or a mask."""
