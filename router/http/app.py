@@ -81,7 +81,7 @@ def create_app(
     `caches` and `figures` that `create_admin_app` takes.
 
     Args:
-        served_model_name: or several, separated by commas: the first one is that of answers and metrics.
+        served_model_name: that of answers and metrics.
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
         aliases: other names of the model.
         limits: bounds of bodies and of waits (default: the options').
@@ -101,7 +101,6 @@ def create_app(
     admission = admission or Admission(dispatcher)
     drain = drain or Drain(admission)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
-    served_model_name, *aliases = served_model_name.split(",")
     metrics = Metrics(dispatcher, served_model_name, instruments, admission)
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
@@ -269,23 +268,12 @@ def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[]
 
 
 _TEXT_ALONE = "this server generates text only (completions, chat, responses)"
+_OTHERS = (
+    "/v1/embeddings /embeddings /score /v1/score /rerank /v1/rerank /v2/rerank /pooling /classify "
+    "/v1/audio/ /v1/images/ /v1/moderations /v1/realtime"
+)
 _NOT_HERE = {
-    **dict.fromkeys(
-        [
-            *(
-                "/v1/embeddings",
-                "/embeddings",
-                "/score",
-                "/v1/score",
-                "/rerank",
-                "/v1/rerank",
-                "/v2/rerank",
-                "/pooling",
-            ),
-            *("/classify", "/v1/audio/", "/v1/images/", "/v1/moderations", "/v1/realtime"),
-        ],
-        _TEXT_ALONE,
-    ),
+    **dict.fromkeys(_OTHERS.split(), _TEXT_ALONE),
     "/v1/messages": f"{_TEXT_ALONE} by OpenAI's API, not by Anthropic's",
     "/v1/load_lora_adapter": "this server serves one model, without adapters",
     "/v1/unload_lora_adapter": "this server serves one model, without adapters",

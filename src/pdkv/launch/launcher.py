@@ -155,12 +155,14 @@ def check_models(deployment: Deployment) -> None:
     """
     prefill, decode = deployment.prefill, deployment.decode
     read_sampling_defaults(prefill.model, prefill.generation_config)
-    for config in [prefill, decode] if deployment.launch.prefill else [decode]:
+    models = []
+    for config in (prefill, decode):
         model = load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
-        resolve_max_model_len(model, config.max_model_len)
-        Shard(0, config.tp).heads(model.num_kv_heads)
-    rope = load_model_config(decode.model, decode.max_model_len, decode.ignore_config_fields).rope_scaling
-    other = load_model_config(prefill.model, prefill.max_model_len, prefill.ignore_config_fields).rope_scaling
+        models.append(model)
+        if config is decode or deployment.launch.prefill:
+            resolve_max_model_len(model, config.max_model_len)
+            Shard(0, config.tp).heads(model.num_kv_heads)
+    other, rope = (model.rope_scaling for model in models)
     if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
         raise ConfigError(
             f"{decode.model}: the RoPE frequencies of this model ({rope.kind} scaling) depend on --max-model-len, and "

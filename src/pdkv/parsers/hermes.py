@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from pdkv.grammar.formats import either, sequence, tag
 from pdkv.parsers.call_object import quoted_name
-from pdkv.parsers.json_value import skip_spaces
 from pdkv.parsers.prose import find_marker
 from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
 
@@ -42,14 +41,7 @@ class HermesParser(ToolParser):
 
     def _read_close(self, text: str, at: int) -> int:
         """Behind a call: its closing tag, which may be missing."""
-        place = skip_spaces(text, at)
-        self._text(text[at:place])
-        if text.startswith(_CLOSE, place):
-            self._state = self._read_text
-            return place + len(_CLOSE)
-        if not _CLOSE.startswith(text[place:]):
-            self._state = self._read_text
-        return place
+        return self._read_closing_tag(text, at, _CLOSE)
 
     def _read_spoilt(self, text: str, at: int) -> int:
         """Arguments that are no JSON any more: up to the closing tag they stay as they are written."""

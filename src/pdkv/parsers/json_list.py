@@ -36,10 +36,6 @@ class JsonListParser(ToolParser):
     def _read_object(self, text: str, at: int) -> int:
         return self._read_call(text, at, self._read_text, self._read_spoilt)
 
-    def _read_spoilt(self, text: str, at: int) -> int:
-        self._arguments(text[at:])
-        return len(text)
-
     def _flush(self, rest: str) -> None:
         if self._state == self._read_object:
             self._close_object()

@@ -65,15 +65,8 @@ class Llama3JsonParser(LineParser):
             self._state = self._read_text
         return place
 
-    def _read_spoilt(self, text: str, at: int) -> int:
-        """Arguments that are no JSON any more stay as they are written; nothing says where they end."""
-        self._arguments(text[at:])
-        return len(text)
-
     def _flush(self, rest: str) -> None:
         if self._state == self._read_object:
             self._close_object()
-        elif self._state == self._read_separator:
-            self._text(rest)  # a semicolon that nothing follows sets nothing off
         else:
-            self._text(rest)
+            self._text(rest)  # a semicolon that nothing follows sets nothing off

@@ -264,14 +264,7 @@ class Qwen3CoderParser(TaggedParser):
 
     def _read_close(self, text: str, at: int) -> int:
         """The outer tag, which may be missing."""
-        place = skip_spaces(text, at)
-        self._text(text[at:place])
-        if text.startswith(_CLOSE, place):
-            self._state = self._read_text
-            return place + len(_CLOSE)
-        if not _CLOSE.startswith(text[place:]):
-            self._state = self._read_text
-        return place
+        return self._read_closing_tag(text, at, _CLOSE)
 
 
 class Glm45Parser(TaggedParser):

@@ -13,6 +13,7 @@ from pdkv.errors import PdkvError, RequestFailed
 from pdkv.grammar.formats import Format, Tag, separated, triggered
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.parsers.call_object import CallObject
+from pdkv.parsers.json_value import skip_spaces
 from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part
 from pdkv.parsers.prose import Prose
 
@@ -150,6 +151,22 @@ class ToolParser(ABC):
     @abstractmethod
     def _flush(self, rest: str) -> None:
         """The answer ends with `rest`, which could not be told yet."""
+
+    def _read_closing_tag(self, text: str, at: int, tag: str) -> int:
+        """Behind a call: its closing tag, which may be missing; then text follows."""
+        place = skip_spaces(text, at)
+        self._text(text[at:place])
+        if text.startswith(tag, place):
+            self._state = self._read_text
+            return place + len(tag)
+        if not tag.startswith(text[place:]):
+            self._state = self._read_text
+        return place
+
+    def _read_spoilt(self, text: str, at: int) -> int:
+        """Arguments that are no JSON any more stay as they are written; nothing says where they end."""
+        self._arguments(text[at:])
+        return len(text)
 
     # --- calls that are objects ---
 

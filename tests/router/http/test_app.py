@@ -61,7 +61,7 @@ def test_models() -> None:
 
 def test_a_model_of_several_names_has_the_first_one_in_answers() -> None:
     dispatcher = FakeDispatcher(say(ids("x")))
-    app = create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), "ORG/a,b")
+    app = create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), "ORG/a", aliases=["b"])
     listed = run(call(app, "GET", "/v1/models", None)).json()["data"]
     assert [card["id"] for card in listed] == ["ORG/a", "b"]
     for name in ("ORG/a", "b"):
