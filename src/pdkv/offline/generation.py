@@ -254,8 +254,3 @@ class InFlight:
         live = [submit for submit in submits if self._choices.pop(submit.request_id, None) is not None]
         for submit in live:
             self._send(Abort(submit.request_id, submit.attempt))
-
-    def give_up_all(self) -> None:
-        """The same with every generation."""
-        for generation, _ in list(self._choices.values()):
-            self.give_up(generation)
