@@ -9,6 +9,13 @@ from pdkv.router.request import GenerateRequest
 EXPECTED_OUTPUT = 256
 """Output tokens that a request is taken to come to where it allows more: few use up what they may."""
 
+CONTEXT_WEIGHT = 0.05
+"""What a token of KV costs the steps of an aggregated engine while its request lasts, in prompt tokens to compute.
+
+Each step reads it, and computes none of it. Counted as whole tokens, the KV of running requests outweighs every hit in
+a cache (benchmarks/policies.py --aggregated).
+"""
+
 
 @dataclass(slots=True)
 class Books:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from pdkv.errors import IncompatiblePeers
-from pdkv.router.engines.books import Books
+from pdkv.router.engines.books import CONTEXT_WEIGHT, Books
 from pdkv.router.engines.breakers import Breaker, PairBreakers, common_sides
 from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.health import EngineHealth
@@ -148,7 +148,8 @@ class EngineState:
         """What a policy sees of it as a candidate for one side; an aggregated engine's work is one."""
         books = self.books
         if self.role == "any":
-            return EngineView(self.name, books.prefill_tokens + books.kv_tokens)
+            weight = CONTEXT_WEIGHT if side == "prefill" else 1.0
+            return EngineView(self.name, books.prefill_tokens + int(weight * books.kv_tokens))
         return EngineView(self.name, books.prefill_tokens if side == "prefill" else books.kv_tokens)
 
 

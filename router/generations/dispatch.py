@@ -169,7 +169,7 @@ class Dispatcher(Listener):
             self.on_room()
         now = self._clock()
         if self.ready and (route := self.prober.due(now)) is not None:
-            self._launch(self._holdings.of(probe_request(route)), route, now)
+            self._launch(self._holdings.of(probe_request(route), now), route, now)
 
     @property
     def max_model_len(self) -> int | None:
@@ -230,7 +230,7 @@ class Dispatcher(Listener):
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
         self.given_up.check(request.params.grammar, now)
-        prompt = self._holdings.of(request)
+        prompt = self._holdings.of(request, now)
         try:
             route = self._routes.choose(prompt, now, may_stay=True)
         except NoEngine:
@@ -244,7 +244,8 @@ class Dispatcher(Listener):
     def start_on(self, name: str, request: GenerateRequest) -> Generation:
         """Send a request to this engine, which is ready and does all of it, whatever its role."""
         self.counters.started += 1
-        return self._launch(self._holdings.of(request), Route(name, name), self._clock())
+        now = self._clock()
+        return self._launch(self._holdings.of(request, now), Route(name, name), now)
 
     def _launch(self, prompt: PromptKV, route: Route, now: float) -> Generation:
         """Begin a generation on these engines."""
@@ -253,7 +254,7 @@ class Dispatcher(Listener):
         flow = RequestFlow(request, route, request_id=own, transfer_id=transfer, loan_id=loan, now=now)
         generation = Generation(flow, self._apply, now)
         if route is not NOWHERE:
-            generation.num_uncached = self._holdings.uncached_tokens(prompt, route.prefill, route.offer)
+            generation.num_uncached = self._holdings.given(prompt, route.prefill, route.offer, now)
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation

@@ -39,14 +39,14 @@ class Placement:
         flow, now = generation.flow, self._clock()
         without = self._recovery.excluded(generation)
         flow.trial_tokens = self._recovery.trial_tokens(generation)
-        prompt = self._holdings.of(flow.request)
+        prompt = self._holdings.of(flow.request, now)
         if flow.awaits_decode:
             prefill = flow.route.prefill
             if self._routes.has_engine("decode", now, {*without, prefill}):
                 engine = self._routes.choose_decode(prompt, prefill, now, without=without)
                 return flow.bind_decode(engine, now)
         route = self._routes.choose(prompt, now, without=without)
-        generation.num_uncached = self._holdings.uncached_tokens(prompt, route.prefill, route.offer)
+        generation.num_uncached = self._holdings.given(prompt, route.prefill, route.offer, now)
         if flow.awaits_decode:  # only the engine that ran it could decode it
             return [*flow.reset(), *flow.begin(route, now)]
         return flow.begin(route, now)

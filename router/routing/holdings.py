@@ -21,21 +21,26 @@ from pdkv.wire.kv import EngineCard
 class PromptKV:
     """What is known of one prompt's KV at one time; looked up when it is asked for, once."""
 
-    def __init__(self, request: GenerateRequest, keys: Sequence[bytes], index: PrefixIndex, tiers: TierIndex) -> None:
+    def __init__(self, request: GenerateRequest, keys: Sequence[bytes], known: "Holdings", now: float) -> None:
         self.request = request
-        self._keys = () if request.params.prompt_logprobs is not None else keys  # all logits are to be computed
-        self._index = index
-        self._tiers = tiers
+        self.keys = () if request.params.prompt_logprobs is not None else keys  # all logits are to be computed
+        self._known = known
+        self._now = now
 
     @cached_property
     def cached(self) -> Mapping[str, int]:
         """The prompt's first tokens in each engine's own cache; without those of none."""
-        return self._index.match(self._keys)
+        return self._known.index.match(self.keys)
+
+    @cached_property
+    def expected(self) -> Mapping[str, int]:
+        """As `cached`, with what engines are about to compute for prompts that they were given before."""
+        return self._known.index.expected.extend(self.keys, self.cached, self._now)
 
     @cached_property
     def reaches(self) -> Sequence[Reach]:
         """In tiers below the caches."""
-        return self._tiers.match(self._keys)
+        return self._known.tiers.match(self.keys)
 
     @cached_property
     def holders(self) -> Sequence[tuple[int, str]]:
@@ -53,24 +58,30 @@ class Holdings:
 
     def __init__(self, fleet: Fleet, index: PrefixIndex, tiers: TierIndex, reuse: Reuse) -> None:
         self._fleet = fleet
-        self._index = index
-        self._tiers = tiers
+        self.index = index
+        self.tiers = tiers
         self._reuse = reuse
 
-    def of(self, request: GenerateRequest) -> PromptKV:
+    def of(self, request: GenerateRequest, now: float) -> PromptKV:
         """What is known of a prompt now."""
         card = next(iter(self._fleet.cards()), None)  # what keys depend on is the same in all
         if card is None:
-            return PromptKV(request, (), self._index, self._tiers)
+            return PromptKV(request, (), self, now)
         root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
-        return PromptKV(request, request.keys.of(root, request.prompt_token_ids), self._index, self._tiers)
+        return PromptKV(request, request.keys.of(root, request.prompt_token_ids), self, now)
+
+    def given(self, prompt: PromptKV, engine: str, offer: Offer | None, now: float) -> int:
+        """An engine is given the prompt, and is expected to have all of it soon; returns its `uncached_tokens`."""
+        num_uncached = self.uncached_tokens(prompt, engine, offer)
+        self.index.expected.add(engine, prompt.keys[prompt.cached.get(engine, 0) // HASH_BLOCK_SIZE :], now)
+        return num_uncached
 
     def worth(self, prompt: PromptKV, engines: Collection[str], now: float) -> Mapping[str, int]:
         """Prompt tokens that each of these engines need not compute."""
         avoided = self._fleet.avoided_pairs(now) if self._reuse != "never" else ()
         found: dict[str, int] = {}
         for engine in engines:
-            own = prompt.cached.get(engine, 0)
+            own = prompt.expected.get(engine, 0)
             loan = self._find_lender(prompt, engine, own, avoided)
             found[engine] = self._worth(engine, own, prompt.reaches, 0 if loan is None else loan[0])
         return found
@@ -79,7 +90,7 @@ class Holdings:
         """Prompt tokens that the engine will have to compute, as far as is known, those that it loads from a tier or
         from another engine for the time that they take; a block at least.
         """
-        own, lent = prompt.cached.get(engine, 0), 0 if offer is None else offer.num_tokens
+        own, lent = prompt.expected.get(engine, 0), 0 if offer is None else offer.num_tokens
         num_saved = self._worth(engine, own, prompt.reaches, lent)
         return max(len(prompt.request.prompt_token_ids) - num_saved, HASH_BLOCK_SIZE)
 

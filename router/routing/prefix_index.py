@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.router.routing.expected import ExpectedKV
 from pdkv.wire.kv import KVLayout
 from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
 
@@ -58,6 +59,7 @@ class PrefixIndex:
     def __init__(self, hash_block_size: int = HASH_BLOCK_SIZE, *, on_work: Callable[[], None] | None = None) -> None:
         """`on_work` is called when `work` has something to do again; it should see to it that it is called."""
         self.hash_block_size = hash_block_size
+        self.expected = ExpectedKV()
         self.num_gaps = 0
         self.num_excess_keys = 0  # that engines told beyond what their cache can hold
         self._on_work = on_work
@@ -97,6 +99,7 @@ class PrefixIndex:
 
     def remove_engine(self, engine: str) -> None:
         """The engine is gone, and its cache with it. Idempotent."""
+        self.expected.remove_engine(engine)
         part = self._parts.pop(engine, None)
         if part is not None:
             with _Noticed(self):
@@ -114,6 +117,7 @@ class PrefixIndex:
         part = self._parts.get(engine)
         if part is None:
             return True
+        self.expected.apply(engine, events)
         starts_over = bool(events.events) and isinstance(events.events[0], CacheCleared)
         if not starts_over and events.number != part.next_number:
             if part.asked:

@@ -73,20 +73,20 @@ class ChooserRig:
             assert self.tiers.apply(engine, TierEvents("disk", True, 64, stored=keys[3::4], **tier))
 
     def choose(self, request: GenerateRequest, now: float = 0.0, **options: Any) -> Route:
-        return self.chooser.choose(self.holdings.of(request), now, **options)
+        return self.chooser.choose(self.holdings.of(request, now), now, **options)
 
     def choose_prefill(self, request: GenerateRequest, now: float = 0.0, **options: Any) -> str:
         engines = self.chooser._candidates("prefill", now, options.get("without", ()))
-        return self.chooser._prefill_of(self.holdings.of(request), engines, now)
+        return self.chooser._prefill_of(self.holdings.of(request, now), engines, now)
 
     def choose_decode(self, request: GenerateRequest, prefill: str, now: float = 0.0) -> str:
-        return self.chooser.choose_decode(self.holdings.of(request), prefill, now)
+        return self.chooser.choose_decode(self.holdings.of(request, now), prefill, now)
 
     def uncached_tokens(self, request: GenerateRequest, engine: str, offer: Offer | None = None) -> int:
-        return self.holdings.uncached_tokens(self.holdings.of(request), engine, offer)
+        return self.holdings.uncached_tokens(self.holdings.of(request, 0.0), engine, offer)
 
     def find_offer(self, request: GenerateRequest, borrower: str, now: float = 0.0) -> Offer | None:
-        return self.holdings.find_offer(self.holdings.of(request), borrower, now)
+        return self.holdings.find_offer(self.holdings.of(request, now), borrower, now)
 
     def occupy(self, engine: str, *, prompts: int = 0, kv: int = 0) -> None:
         """The engine has so many tokens of a request to compute, and to hold."""

@@ -7,7 +7,7 @@ import pytest
 from scripted_engine import make_card
 
 from pdkv.errors import IncompatiblePeers
-from pdkv.router.engines.books import Books, Entry
+from pdkv.router.engines.books import CONTEXT_WEIGHT, Books, Entry
 from pdkv.router.engines.breakers import CRASHES, MIN_EVENTS, OPEN_S
 from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.fleet import ORDERS, Fleet
@@ -40,7 +40,8 @@ def test_load_is_tokens_to_compute_for_prefill_and_tokens_of_kv_for_decode() -> 
         Entry(engine.books, prefill_tokens=3000, kv_tokens=500).enter()
     assert fleet.engines["prefill-0"].view("prefill").load == 3000
     assert fleet.engines["decode-0"].view("decode").load == 500
-    assert fleet.engines["any-0"].view("prefill").load == fleet.engines["any-0"].view("decode").load == 3500
+    assert fleet.engines["any-0"].view("decode").load == 3500
+    assert fleet.engines["any-0"].view("prefill").load == 3000 + 500 * CONTEXT_WEIGHT
 
 
 def test_an_engine_that_comes_back_begins_with_empty_books() -> None:

@@ -20,6 +20,7 @@ from pdkv.errors import (
 )
 from pdkv.router.generations.dispatch import Delta, Dispatcher
 from pdkv.router.generations.driver import TIMER_SLACK_S
+from pdkv.router.routing.expected import EXPECTED_S
 from pdkv.testing import VirtualLoop
 from pdkv.wire.kv import Order
 from pdkv.wire.messages import (
@@ -385,11 +386,13 @@ async def test_prefix_aware_routing_follows_the_engines_events_and_resyncs_after
         cached = system.backends["prefill-1"]
         cached.say(KVEvents(3, [CacheCleared(), BlockStored(keys, None)]))
         assert {(await check_right(system, request)).prefill_engine for _ in range(3)} == {"prefill-1"}
-        salted = make_request(40, cache_salt="mine")
-        assert {(await check_right(system, salted)).prefill_engine for _ in range(2)} == {"prefill-0", "prefill-1"}
+        salted = [make_request(40, cache_salt=salt) for salt in ("mine", "yours")]
+        assert {(await check_right(system, each)).prefill_engine for each in salted} == {"prefill-0", "prefill-1"}
         cached.say(KVEvents(5, []))
         assert len(cached.heard(Resync)) == 1
-        assert {(await check_right(system, request)).prefill_engine for _ in range(2)} == {"prefill-0", "prefill-1"}
+        first = (await check_right(system, request)).prefill_engine
+        clock().advance(EXPECTED_S)
+        assert {first, (await check_right(system, request)).prefill_engine} == {"prefill-0", "prefill-1"}
 
 
 async def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
@@ -407,7 +410,7 @@ async def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
                         "engines": ["prefill-0", "prefill-1"], "parts": []}  # fmt: skip
         assert {(await check_right(system, request)).prefill_engine for _ in range(3)} == {"prefill-0"}
         holdings = system.dispatcher._holdings
-        assert holdings.uncached_tokens(holdings.of(request), "prefill-1") == HASH_BLOCK_SIZE
+        assert holdings.uncached_tokens(holdings.of(request, clock().now()), "prefill-1") == HASH_BLOCK_SIZE
         backends["prefill-0"].die()
         assert system.dispatcher.topology()["router"]["tiers"][0]["engines"] == ["prefill-1"]
 
@@ -444,7 +447,9 @@ async def test_books_are_kept_in_tokens_from_the_start_of_a_request_to_its_end()
     async with live(System(1, 1)) as system:
         prefill, decode = (system.dispatcher.fleet.engines[name].books for name in ("prefill-0", "decode-0"))
         system.backends["prefill-0"].held = system.backends["decode-0"].held = True
-        generations = [system.dispatcher.start(make_request(num, max_tokens=5)) for num in (100, 40)]
+        generations = [
+            system.dispatcher.start(make_request(num, max_tokens=5, cache_salt=str(num))) for num in (100, 40)
+        ]
         assert (prefill.requests, prefill.prefill_tokens, decode.requests, decode.kv_tokens) == (2, 140, 0, 0)
         generations[1].abort()
         assert (prefill.requests, prefill.prefill_tokens, decode.requests, decode.kv_tokens) == (1, 100, 0, 0)

@@ -7,14 +7,15 @@ from scripted_engine import make_request
 
 from pdkv.router.engines.speeds import LOADED_SHARE, saved_tokens
 from pdkv.router.request import GenerateRequest, Offer
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvents
 from pdkv.wire.reports import ConnectorStats, LoadReport
 from pdkv.wire.tiers import TierPart
 
 TOKEN_BYTES = 64  # of the rig's engines
 
 
-def worth_of(rig: ChooserRig, request: GenerateRequest, engine: str = "prefill-0") -> int:
-    return rig.holdings.worth(rig.holdings.of(request), [engine], 0.0)[engine]
+def worth_of(rig: ChooserRig, request: GenerateRequest, engine: str = "prefill-0", now: float = 0.0) -> int:
+    return rig.holdings.worth(rig.holdings.of(request, now), [engine], now)[engine]
 
 
 def report(rig: ChooserRig, engine: str, **reads: tuple[int, float]) -> None:
@@ -32,6 +33,42 @@ def test_what_is_computed_is_the_prompt_less_what_the_engine_has_and_a_block_at_
     assert rig.uncached_tokens(request, "prefill-1") == 100
     rig.store("prefill-1", 96, request)
     assert rig.uncached_tokens(request, "prefill-1") == 16
+
+
+def test_what_an_engine_was_given_counts_as_its_own_until_its_events_say_otherwise_or_seconds_passed() -> None:
+    rig, request = ChooserRig(2, 1), make_request(100)
+    longer = make_request(150)  # its first tokens are those of the other
+    assert rig.index.apply("prefill-0", KVEvents(0, [CacheCleared()]))
+    assert rig.holdings.given(rig.holdings.of(request, 0.0), "prefill-0", None, 0.0) == 100
+    assert worth_of(rig, longer) == 96
+    assert worth_of(rig, longer, "prefill-1") == 0
+    assert rig.holdings.given(rig.holdings.of(longer, 1.0), "prefill-0", None, 1.0) == 54
+    assert worth_of(rig, longer, now=4.9) == 144
+    keys = rig.keys_of("prefill-0", 150, longer)
+    assert rig.index.apply("prefill-0", KVEvents(1, [BlockStored(keys[:4], None)]))
+    assert worth_of(rig, longer, now=4.9) == 144, "what the engine has, and what it still computes"
+    assert rig.index.apply("prefill-0", KVEvents(2, [BlockRemoved(keys[3:4])]))
+    assert worth_of(rig, longer, now=4.9) == 48
+    assert rig.index.apply("prefill-0", KVEvents(3, [BlockStored(keys[3:4], None)]))
+    assert worth_of(rig, longer, now=4.9) == 144
+    assert worth_of(rig, longer, now=6.0) == 64, "what it has"
+    assert rig.index.expected.num_keys == 0
+
+
+def test_what_an_engine_is_expected_to_have_ends_with_it() -> None:
+    rig, request = ChooserRig(2, 1), make_request(100)
+    for engine in ("prefill-0", "prefill-1"):
+        rig.holdings.given(rig.holdings.of(request, 0.0), engine, None, 0.0)
+    rig.index.remove_engine("prefill-0")
+    assert (worth_of(rig, request), worth_of(rig, request, "prefill-1")) == (0, 96)
+
+
+def test_no_engine_lends_what_it_is_only_expected_to_have() -> None:
+    rig, request = ChooserRig(2, 1, reuse="always", lends=True), make_request(100)
+    rig.holdings.given(rig.holdings.of(request, 0.0), "prefill-0", None, 0.0)
+    assert rig.find_offer(request, "prefill-1") is None
+    rig.store("prefill-0", 64, request)
+    assert rig.find_offer(request, "prefill-1") == Offer("prefill-0", 64)
 
 
 def test_what_a_load_saves_is_its_tokens_less_those_that_could_be_computed_meanwhile() -> None:
