@@ -4,6 +4,7 @@ They only re-rank: where nothing else is left, what is open is asked all the sam
 """
 
 from collections import Counter, deque
+from itertools import islice
 from typing import Literal
 
 WINDOW_S = 30.0
@@ -52,6 +53,10 @@ class Breaker:
         if self._open_until is None:
             return True
         return now >= self._open_until and now >= self._trial_until
+
+    def is_idle(self, now: float) -> bool:
+        """Whether nothing happened in the window."""
+        return not self._counts or self._counts[-1][0] <= now - WINDOW_S
 
     def begin_trial(self, now: float) -> None:
         """A request or probe goes there. While the breaker is half open, no other one does."""
@@ -106,20 +111,32 @@ class Breaker:
 
 
 class PairBreakers:
-    """A breaker per (prefill, decode) pair: whether KV loads between them work."""
+    """A breaker per (prefill, decode) pair: whether KV loads between them work.
+
+    What is asked for each request costs by the pairs that fail, which are few, and not by those that were ever used.
+    """
 
     def __init__(self) -> None:
-        self._pairs: dict[tuple[str, str], Breaker] = {}
+        self._pairs: dict[tuple[str, str], Breaker] = {}  # those that were used longest ago first
+        self._failing: set[tuple[str, str]] = set()  # those that are not closed
 
     def loaded(self, prefill: str, decode: str, ok: bool, now: float) -> None:
         """A KV load from `prefill` to `decode` ended."""
-        breaker = self._pairs.get((prefill, decode))
-        if breaker is None:
-            breaker = self._pairs[prefill, decode] = Breaker(PAIR_MIN_EVENTS)
+        pair = (prefill, decode)
+        breaker = self._pairs[pair] = self._pairs.pop(pair, None) or Breaker(PAIR_MIN_EVENTS)
         if ok:
             breaker.succeeded(now)
         else:
             breaker.failed(now)
+        if breaker.state(now) == "closed":
+            self._failing.discard(pair)
+        else:
+            self._failing.add(pair)
+        for oldest in list(islice(self._pairs, 2)):  # so that what is not used any more goes
+            if oldest in self._failing:
+                self._pairs[oldest] = self._pairs.pop(oldest)
+            elif self._pairs[oldest].is_idle(now):
+                del self._pairs[oldest]
 
     def begin_trial(self, prefill: str, decode: str, now: float) -> None:
         """A request goes from one to the other."""
@@ -128,18 +145,16 @@ class PairBreakers:
 
     def avoided(self, now: float) -> frozenset[tuple[str, str]]:
         """Pairs that are passed over now."""
-        if not self._pairs:
-            return frozenset()
-        return frozenset(pair for pair, breaker in self._pairs.items() if not breaker.passes(now))
+        return frozenset(pair for pair in self._failing if not self._pairs[pair].passes(now))
 
     def states(self, now: float) -> dict[tuple[str, str], BreakerState]:
         """Of the pairs that are not closed."""
-        states = {pair: breaker.state(now) for pair, breaker in self._pairs.items()}
-        return {pair: state for pair, state in states.items() if state != "closed"}
+        return {pair: self._pairs[pair].state(now) for pair in self._failing}
 
     def forget(self, name: str) -> None:
         """The engine is gone for good."""
         self._pairs = {pair: breaker for pair, breaker in self._pairs.items() if name not in pair}
+        self._failing &= self._pairs.keys()
 
 
 def common_sides(pairs: frozenset[tuple[str, str]]) -> frozenset[str]:

@@ -226,17 +226,18 @@ class Fleet:
         state.role = state.assigned or card.role
         state.health = EngineHealth(beats=card.beats.startswith("ipc://"))  # of others the port may be out of reach
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
-        self._compare_versions()
+        self._compare_versions(card)
         return state
 
-    def _compare_versions(self) -> None:
-        """Find the pairs whose connectors speak different versions; say so of those that are new."""
-        cards, before = self.cards(), self._foreign
-        gaps = {(a.engine, b.engine): gap for a in cards for b in cards if (gap := _version_gap(a, b))}
-        self._foreign = frozenset(gaps)
-        for (one, other), gap in gaps.items():
-            if one < other and (one, other) not in before:
-                logger.warning("no KV passes between %s and %s: %s", one, other, gap)
+    def _compare_versions(self, card: EngineCard) -> None:
+        """Find the engines with which this one's connectors share no version, and say so."""
+        name = card.engine
+        gaps = {other.engine: gap for other in self.cards() if (gap := _version_gap(card, other))}
+        for other, gap in gaps.items():
+            if (name, other) not in self._foreign:
+                logger.warning("no KV passes between %s and %s: %s", name, other, gap)
+        foreign = {pair for pair in self._foreign if name not in pair}
+        self._foreign = frozenset(foreign | {pair for other in gaps for pair in ((name, other), (other, name))})
 
     def can_hand_over(self, prefill: str, decode: str) -> bool:
         """Whether KV can pass between the two, as far as their cards tell."""
@@ -305,10 +306,9 @@ class Fleet:
         ready = [e for e in able if not (e.draining or e.is_silent)]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
-        understood = [e for e in awake if not self._is_alone(e)] or awake
+        understood = _less(awake, self._without_partner(side, self._foreign))
         failing = self.pairs.avoided(now)
-        common = common_sides(failing)
-        paired = [e for e in understood if not self._is_avoided(e, failing, common)] or understood
+        paired = _less(understood, self._without_partner(side, failing) | common_sides(failing))
         closed = [e for e in paired if e.breaker.passes(now)] or paired
         return [e.view(side) for e in closed]
 
@@ -326,23 +326,14 @@ class Fleet:
         """(prefill, decode) pairs that are passed over now."""
         return self.pairs.avoided(now) | self._foreign
 
-    def _is_alone(self, engine: EngineState) -> bool:
-        """Whether there are engines of the other role, and KV can pass to none of them."""
-        if not self._foreign or engine.role == "any":
-            return False
-        partners = self._partners(engine)
-        return bool(partners) and all((engine.name, partner) in self._foreign for partner in partners)
-
-    def _partners(self, engine: EngineState) -> list[str]:
-        return [e.name for e in self.engines.values() if e.life == "ready" and e.role != engine.role]
-
-    def _is_avoided(self, engine: EngineState, pairs: frozenset[tuple[str, str]], common: Collection[str]) -> bool:
-        """Whether these pairs have the engine in common, as `common` says, or are all that it has."""
-        if not pairs or engine.role == "any":
-            return False
-        partners = self._partners(engine)
-        own = [(engine.name, p) if engine.role == "prefill" else (p, engine.name) for p in partners]
-        return engine.name in common or all(pair in pairs for pair in own)
+    def _without_partner(self, side: Side, pairs: Collection[tuple[str, str]]) -> frozenset[str]:
+        """Engines of this role all of whose pairs with engines of other roles are among these."""
+        if not pairs:
+            return frozenset()
+        partners = {e.name for e in self.engines.values() if e.life == "ready" and e.role != side}
+        own, other = (0, 1) if side == "prefill" else (1, 0)
+        counts = Counter(pair[own] for pair in pairs if pair[other] in partners)
+        return frozenset(name for name, count in counts.items() if count == len(partners))
 
     def begin_trial(self, engine: str, route: Route, now: float) -> None:
         """A request of that route goes to the engine: of what is half open there, it is the trial."""
@@ -386,6 +377,11 @@ class Fleet:
             f"{prefill} allows the hand-off orders {mine.orders}, {decode} allows {theirs.orders}, "
             f"and the router takes one of {list(preferred)}"
         )
+
+
+def _less(engines: list[EngineState], names: Collection[str]) -> list[EngineState]:
+    """The engines but for those of these names, where others are left. Aggregated ones need no partner."""
+    return [e for e in engines if e.role == "any" or e.name not in names] or engines if names else engines
 
 
 def _version_gap(mine: EngineCard, theirs: EngineCard) -> str:

@@ -17,6 +17,9 @@ PROBE_TIMEOUT_S = 5.0
 RETRY_S = 2.0
 """How long after a failed probe the next one is sent."""
 
+_MAX_PAIRS = 4096
+"""Pairs that are known by when they were probed last."""
+
 _NUM_TOKENS = 8
 """Of a probe's prompt. Less than a hash block: no cache and no index ever holds anything of it."""
 
@@ -40,12 +43,16 @@ class Prober:
         if not self._interval_s or self._under_way is not None:
             return None
         ready = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.is_silent and not e.draining]
-        route = self._half_open_pair(ready, now) or next(
-            (route for e in ready if self._is_due(e, now) and (route := self._route(e, ready, now)) is not None), None
-        )
+        self._since = {key: self._since.get(key, now) for e in ready if (key := _incarnation(e))}
+        due = sorted((e for e in ready if self._is_due(e, now)), key=_probed_at)  # one that hangs takes no other's turn
+        routes = (route for e in due if (route := self._route(e, ready, now)) is not None)
+        route = self._half_open_pair(ready, now) or next(routes, None)
         if route is not None:
             self._under_way = (route, now)
+            self._probed.pop(route[:2], None)
             self._probed[route[:2]] = now
+            if len(self._probed) > _MAX_PAIRS:
+                del self._probed[next(iter(self._probed))]
         return route
 
     def ended(self, flow: RequestFlow, now: float) -> None:
@@ -78,15 +85,14 @@ class Prober:
             engine.breaker.failed(now)
 
     def _is_due(self, engine: EngineState, now: float) -> bool:
-        assert engine.card is not None
-        last, key = engine.health.last_probe, (engine.name, engine.card.epoch)
+        last = engine.health.last_probe
         if last is not None and last.fault:
             return now - last.at >= RETRY_S
         if engine.breaker.state(now) == "half_open":
             return engine.breaker.passes(now)
         if engine.books.requests or (engine.load is not None and engine.load.running + engine.load.waiting):
             return False
-        since = max(self._since.setdefault(key, now), engine.health.last_good, last.at if last is not None else 0.0)
+        since = max(self._since[_incarnation(engine)], engine.health.last_good, last.at if last is not None else 0.0)
         return now - since >= self._interval_s
 
     def _half_open_pair(self, ready: Sequence[EngineState], now: float) -> Route | None:
@@ -114,6 +120,15 @@ class Prober:
             return Route(prefill, decode, self._fleet.order(prefill, decode, self._orders))
         except IncompatiblePeers:
             return None
+
+
+def _incarnation(engine: EngineState) -> tuple[str, str]:
+    assert engine.card is not None
+    return engine.name, engine.card.epoch
+
+
+def _probed_at(engine: EngineState) -> float:
+    return 0.0 if engine.health.last_probe is None else engine.health.last_probe.at
 
 
 def probe_request(route: Route) -> GenerateRequest:

@@ -165,3 +165,20 @@ def test_only_what_several_failing_pairs_have_in_common_is_suspected(
     pairs: list[tuple[str, str]], suspected: set[str]
 ) -> None:
     assert common_sides(frozenset(pairs)) == suspected
+
+
+def test_pairs_cost_by_those_that_fail_and_what_is_not_used_any_more_goes() -> None:
+    pairs = PairBreakers()
+    for i in range(1000):
+        pairs.loaded(f"p{i}", "d", True, 0.0)
+    pairs.loaded("p0", "d", False, 0.0)
+    pairs.loaded("p0", "d", False, 0.0)
+    assert len(pairs._failing) == 1
+    assert pairs.avoided(0.0) == {("p0", "d")}
+    later = WINDOW_S + 1.0
+    for _ in range(1000):
+        pairs.loaded("p1", "d", True, later)
+    assert pairs._pairs.keys() == {("p0", "d"), ("p1", "d")}, "what failed waits for its trial"
+    assert pairs.states(later) == {("p0", "d"): "half_open"}
+    pairs.loaded("p0", "d", True, later)
+    assert not pairs.states(later)

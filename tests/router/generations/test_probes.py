@@ -79,6 +79,21 @@ async def test_engines_that_serve_are_not_probed() -> None:
         assert not rig.probes("any-0")
 
 
+async def test_engines_that_hang_take_no_other_engines_probes() -> None:
+    """Router A5: two that hung at the front were probed in turns, and no other one ever was."""
+    async with live(Rig(0, 4)) as rig:
+        rig.backends["any-0"].held = rig.backends["any-1"].held = True
+        for _ in range(8):
+            await rig.after(A_WHILE)
+            if rig.dispatcher._generations:
+                rig.expire_probe()
+                await rig.settle()
+        assert len(rig.probes("any-2")) >= 2
+        assert len(rig.probes("any-3")) >= 2
+        for name in ("any-0", "any-1"):
+            rig.backends[name].release()
+
+
 async def test_without_an_interval_there_are_no_probes() -> None:
     async with live(Rig(0, 1, interval_s=0.0)) as rig:
         await rig.after(3 * INTERVAL_S)
