@@ -123,7 +123,8 @@ class PairBreakers:
     def loaded(self, prefill: str, decode: str, ok: bool, now: float) -> None:
         """A KV load from `prefill` to `decode` ended."""
         pair = (prefill, decode)
-        breaker = self._pairs[pair] = self._pairs.pop(pair, None) or Breaker(PAIR_MIN_EVENTS)
+        breaker = self._pairs.pop(pair) if pair in self._pairs else Breaker(PAIR_MIN_EVENTS)
+        self._pairs[pair] = breaker
         if ok:
             breaker.succeeded(now)
         else:
