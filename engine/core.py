@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from math import inf
 
 from pdkv.base.log_limit import LogLimit
 from pdkv.connectors.base import TransferOutcome
@@ -117,12 +118,12 @@ class EngineCore:
 
     def next_deadline(self) -> float | None:
         """The earliest time at which `step` must be called although nothing else happens."""
-        deadlines = [r.deadline for r in self.requests.values()]
+        deadlines = [self._book.next_deadline()]
         others = self.scheduler.loads.next_deadline(), self.prefill.next_deadline(), self.scheduler.trials.deadline
         deadlines += [d for d in (*others, self._cache_orders.deadline) if d is not None]
         if not self.external.is_idle:
             deadlines.append(self._last_step + TRANSFER_POLL_S)
-        return max(min(deadlines), self._next_expiry) if deadlines else None
+        return max(first, self._next_expiry) if (first := min(deadlines)) < inf else None
 
     def step(self, now: float) -> None:
         """One step: schedule, execute, update. Raises what the executor raises: the engine is then lost."""
@@ -301,6 +302,7 @@ class EngineCore:
                     self._book.go_on(request, token_ids)
             case KVTicket(ticket=ticket, number=number) if request.submit.kv == "handoff":
                 request.ticket, request.ticket_number = ticket, number
+                self.scheduler.waiting.got_ticket(request)
                 self.external.report_confirmed(request, again=True)
             case KVHandoff() if message.transfer_id == request.submit.transfer_id and not message.lent:
                 if request.kv == "await_peer":

@@ -1,7 +1,11 @@
 """The requests of one engine that run and that wait, and their places in the workers' batch."""
 
-from bisect import insort_left, insort_right
-from collections import deque
+from bisect import insort_right
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from heapq import merge
+from itertools import count, islice
+from typing import Literal
 
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager
 from pdkv.engine.request import Request
@@ -13,11 +17,77 @@ def _priority(request: Request) -> int:
     return request.submit.priority
 
 
+Lane = Literal["ticket", "handoff", "other"]
+LANES: Sequence[Lane] = ("ticket", "handoff", "other")
+"""Of the requests that wait: with a ticket, others that will be handed off, all others."""
+
+_Place = tuple[int, int, Request]  # priority, number of its place within it, request
+_Level = OrderedDict[RequestKey, _Place]
+
+
+class Waiting(Collection[Request]):
+    """By priority, then preempted ones, then in order of arrival, those with a ticket in the order of their tickets.
+    What comes, goes or looks at the first few of a lane costs the same however many wait.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[Lane, dict[int, _Level]] = {lane: {} for lane in LANES}  # by priority
+        self._where: dict[RequestKey, tuple[Lane, int]] = {}
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._iterate(LANES)
+
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, Request) and request.key in self._where
+
+    def first(self, most: int, lanes: Sequence[Lane] = LANES) -> list[Request]:
+        """So many of these lanes, at most, in their order."""
+        return list(islice(self._iterate(lanes), most))
+
+    def add(self, request: Request, *, before_equals: bool = False) -> None:
+        """Queue a request in its lane, behind its equals or before them."""
+        number = next(self._numbers)
+        self._put(request, -number if before_equals else number, before_equals)
+
+    def remove(self, request: Request) -> int:
+        """It waits no longer. Returns the number of its place."""
+        lane, priority = self._where.pop(request.key)
+        levels = self._lanes[lane]
+        _, number, _ = levels[priority].pop(request.key)
+        if not levels[priority]:
+            del levels[priority]
+        return number
+
+    def got_ticket(self, request: Request) -> None:
+        """It has a ticket from now on; no matter whether it waits."""
+        if request in self and self._where[request.key][0] == "handoff":
+            self._put(request, self.remove(request), False)
+
+    def _put(self, request: Request, number: int, before_equals: bool) -> None:
+        lane: Lane = "ticket" if request.ticket is not None else "handoff" if request.kv == "handoff" else "other"
+        priority = _priority(request)
+        level = self._lanes[lane].setdefault(priority, OrderedDict())
+        level[request.key] = (priority, number, request)
+        level.move_to_end(request.key, last=not before_equals)
+        self._where[request.key] = lane, priority
+
+    def _iterate(self, lanes: Sequence[Lane]) -> Iterator[Request]:
+        return (request for _, _, request in merge(*(self._places_of(self._lanes[lane]) for lane in lanes)))
+
+    def _places_of(self, levels: dict[int, _Level]) -> Iterator[_Place]:
+        for priority in sorted(levels):
+            yield from levels[priority].values()
+
+
 class Queues:
     """Who runs, who waits, and who has a place in the workers' batch."""
 
     def __init__(self, kv: KVCacheManager, max_num_seqs: int) -> None:
-        self.waiting: deque[Request] = deque()  # by priority, then preempted ones, then in order of arrival
+        self.waiting = Waiting()
         self.running: list[Request] = []  # by priority, then in the order in which they began
         self.needs_step = False  # something became schedulable outside a plan
         self._kv = kv
@@ -37,7 +107,7 @@ class Queues:
 
     def add(self, request: Request) -> None:
         """Queue a new request: by priority (lower first), then in order of arrival."""
-        insort_right(self.waiting, request, key=_priority)
+        self.waiting.add(request)
 
     def run(self, request: Request) -> None:
         """The request is one of the running from now on, behind its equals."""
@@ -63,17 +133,17 @@ class Queues:
 
     def remove(self, request: Request) -> None:
         """The request ends: it leaves its queue, its blocks and its place."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
+        if request in self.waiting:
             self.waiting.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
         self._give_back(request)
 
     def send_back(self, request: Request) -> None:
         """The request, in neither queue now, starts again from the waiting, before others of its priority."""
         self._give_back(request)
         request.restart()
-        insort_left(self.waiting, request, key=_priority)
+        self.waiting.add(request, before_equals=True)
         self.needs_step = True
 
     def check_integrity(self) -> None:

@@ -1,7 +1,6 @@
 """One request on one engine: progress is counters, never phases."""
 
 from collections.abc import Sequence
-from math import inf
 from sys import maxsize
 
 import msgspec
@@ -22,7 +21,7 @@ class Request:
     """
 
     __slots__ = (
-        *("arrival", "asked_since", "awaits_mask", "block_tables", "computed_before", "deadline", "due_at", "end_at"),
+        *("arrival", "awaits_mask", "block_tables", "computed_before", "deadline", "due_at", "end_at"),
         *("grammar", "handoff", "hash_keys", "hash_root", "in_worker", "key", "kv", "kv_ready", "last_step_id"),
         *("load_failed", "num_committed_blocks", "num_computed", "num_confirmed", "num_drafts", "num_external"),
         *("num_full_blocks", "num_given_up", "num_handed_over", "num_in_flight", "num_local_hit", "num_reported"),
@@ -63,7 +62,6 @@ class Request:
     def _reset(self) -> None:
         self.block_tables: list[list[int]] = []  # one per KV group, equally long; -1: given up, or never had
         self.num_given_up: list[int] = []  # by group, how many entries at the table's start are -1
-        self.asked_since = inf  # since when its connector has owed an answer
         self.num_computed = 0
         self.num_confirmed = 0
         self.num_reported = 0  # confirmed tokens that the connector has been told of

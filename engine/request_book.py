@@ -3,6 +3,8 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from pdkv.base.log_fields import RequestName
 from pdkv.connectors.base import TransferKey
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_TOMBSTONES = 4096
 """Aborts that overtook their Submit, and ended attempts, that are remembered."""
 
+_FEW_DEADLINES = 64
+
 _FAILURE_LEVELS = dict.fromkeys((RequestTimeout.code, InvalidRequest.code, GrammarGivenUp.code), logging.INFO)
 """Of the log line of a request that failed: those are the client's doing, as far as an engine can tell."""
 
@@ -65,6 +69,7 @@ class RequestBook:
         self._attempts: dict[str, int] = {}  # live requests' attempt
         self._transfers: dict[TransferKey, RequestKey] = {}  # live requests' transfers
         self._ended: OrderedDict[RequestKey, None] = OrderedDict()
+        self._deadlines: list[tuple[float, RequestKey]] = []  # a heap: of live requests, and of others that are over
 
     def submit(self, router_id: str, submit: Submit, now: float, prepared: Prepared | None) -> None:
         """Take a request in, or say why not."""
@@ -107,6 +112,7 @@ class RequestBook:
         self.live[key] = request
         self._attempts[submit.request_id] = submit.attempt
         self._transfers[request.transfer_key] = key
+        self._watch(request)
         if may_start:
             self._scheduler.add(request)
 
@@ -244,8 +250,26 @@ class RequestBook:
 
     def expire(self, now: float) -> None:
         """Fail requests past their deadline."""
-        for request in [r for r in self.live.values() if r.deadline <= now]:
+        while self.next_deadline() <= now:
+            request = self.live[heappop(self._deadlines)[1]]
             self.fail(request, RequestTimeout.code, f"the deadline of {request.submit.timeout_s} s passed", False)
+
+    def next_deadline(self) -> float:
+        """The earliest deadline of a live request; infinite: none has one."""
+        while self._deadlines:
+            deadline, key = self._deadlines[0]
+            if key in self.live and self.live[key].deadline == deadline:
+                return deadline
+            heappop(self._deadlines)
+        return inf
+
+    def _watch(self, request: Request) -> None:
+        """Its deadline counts. Those of requests that are over go when they are the most."""
+        if request.deadline < inf:
+            heappush(self._deadlines, (request.deadline, request.key))
+        if len(self._deadlines) > 2 * len(self.live) + _FEW_DEADLINES:
+            self._deadlines = [(r.deadline, r.key) for r in self.live.values() if r.deadline < inf]
+            heapify(self._deadlines)
 
 
 def _failed(key: RequestKey, error: PdkvError) -> Failed:

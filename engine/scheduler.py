@@ -6,8 +6,7 @@ update may lag: what its requests lost meanwhile is dropped by counter.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
-from math import inf
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,7 +17,7 @@ from pdkv.engine.kv.kv_cache_manager import KVCacheManager, PrefixHit
 from pdkv.engine.outside.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
 from pdkv.engine.outside.loads import Loads
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
-from pdkv.engine.queues import Queues
+from pdkv.engine.queues import LANES, Lane, Queues
 from pdkv.engine.request import Request
 from pdkv.engine.stopping import StopRules
 from pdkv.engine.trials import Trials
@@ -70,6 +69,12 @@ _NO_DRAFTS: Mapping[RequestKey, int] = {}
 
 Admission = Literal["admitted", "skipped", "capped", "blocked"]
 
+_PASSING: Mapping[Admission, Sequence[Lane]] = {"capped": ("ticket", "other"), "blocked": ("ticket",)}
+"""Who may pass a request that waits for room."""
+
+_LOOK = 64
+"""Waiting requests that a step looks at beside as many as it may have."""
+
 
 class Scheduler:
     """Queues and counters of one engine. Single-threaded; touches no socket, clock or tensor."""
@@ -92,6 +97,7 @@ class Scheduler:
         self.trials = Trials()
         self.num_preemptions = 0
         self.last_preempted: Request | None = None
+        self.is_short_of_blocks = False  # a request with a place had to wait for blocks in the last plan
         self._prefill = prefill
         self._decode = decode
         self._stop_rules = stop_rules
@@ -117,7 +123,7 @@ class Scheduler:
         if self.trials.active:
             self._look_after_trial(batch)
         new, scheduled = self._begin_shares(step_id, batch, drafts)
-        waiting = list(islice(self.waiting, NUM_PREFETCH_REQUESTS))
+        waiting = self.waiting.first(NUM_PREFETCH_REQUESTS)
         meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
         if freed:
             self.go_on()
@@ -307,8 +313,14 @@ class Scheduler:
         num_tokens = request.num_planned - request.num_computed
         if _decodes(request):
             return num_tokens
-        threshold = self.limits.long_prefill_token_threshold
-        return min(num_tokens, threshold or num_tokens, budget)
+        return min(num_tokens, self._most_of_prompt(num_tokens), budget)
+
+    def _most_of_prompt(self, num_tokens: int) -> int:
+        """Of so many tokens of a prompt, those that one step may compute: there is no bound where no other request
+        waits for the step's end.
+        """
+        is_alone = len(self.running) + len(self.waiting) <= 1
+        return num_tokens if is_alone else self.limits.long_prefill_token_threshold or num_tokens
 
     def _pick_victim(self, index: int) -> Request | None:
         """The least urgent of running[index:], none of which is in this step yet, whose blocks no transfer reads.
@@ -334,16 +346,21 @@ class Scheduler:
 
         Behind a hand-off that the role's cap holds back no other one may, or a big prompt would never get its turn.
         """
-        blocked = capped = False
-        for request in list(self.waiting):
-            if budget <= 0 or not self.queues.has_place:
-                return
-            if request.ticket is None and (blocked or (capped and request.kv == "handoff")):
-                continue
+        self.is_short_of_blocks = False
+        lanes, most = list(LANES), self.limits.max_num_seqs + _LOOK
+        seen: set[RequestKey] = set()
+        candidates = iter(self.waiting.first(most))
+        while budget > 0 and self.queues.has_place and (request := next(candidates, None)) is not None:
+            seen.add(request.key)
             admission, num_tokens = self._admit(request, budget, batch, step_id, now)
-            blocked = blocked or admission == "blocked"
-            capped = capped or admission == "capped"
-            if admission == "admitted":
+            if admission in _PASSING:
+                self.is_short_of_blocks = True
+                passing = [lane for lane in lanes if lane in _PASSING[admission]]
+                if passing != lanes:
+                    lanes, candidates = passing, (r for r in self.waiting.first(most, passing) if r.key not in seen)
+            elif admission == "admitted":
+                if len(seen) == most:
+                    self.queues.needs_step = True
                 self.waiting.remove(request)
                 if num_tokens:
                     self.queues.run(request)
@@ -372,9 +389,9 @@ class Scheduler:
         from_peer = request.kv == "await_peer"
         awaits_source = matched.ask_again and from_peer and request.handoff is None and request.num_wanted > 0
         if matched.ask_again and not awaits_source:
-            request.asked_since = min(request.asked_since, now)
+            self.loads.asks(request, now)
             return "skipped", 0
-        request.asked_since = inf
+        self.loads.answered(request)
         if from_peer and request.num_wanted > num_local and not (matched.num_tokens or awaits_source):
             self.loads.fail_waiting(request)
             return "skipped", 0
@@ -395,9 +412,10 @@ class Scheduler:
         """Schedule at once behind the local hit and, layerwise, what comes from outside during the step."""
         start = hit.num_tokens
         done = start + matched.num_tokens
-        threshold = self.limits.long_prefill_token_threshold
-        num_tokens = min(request.num_tokens - done, threshold or request.num_tokens, budget)
-        if not self.kv.fits(request.num_tokens, hit, done):
+        num_tokens = min(request.num_tokens - done, self._most_of_prompt(request.num_tokens), budget)
+        # A block for each, and itself: with less it would give way again at once.
+        spare = len(self.running) + 1 if request.preempted and self.running else 0
+        if not self.kv.fits(request.num_tokens, hit, done, spare=spare):
             return "blocked", 0  # a prompt that begins and cannot end would only preempt others, or itself
         if self.trials.active and self.trials.holds(request):
             return "skipped", 0

@@ -208,19 +208,22 @@ class KVCacheManager:
             count += len(own) - self.pool.num_held(own)
         return count
 
-    def fits(self, num_tokens: int, hit: PrefixHit, resume_at: int) -> bool:
-        """Whether a request of `num_tokens` tokens could have now what it needs to its end. Holds nothing."""
-        if self._fits(num_tokens, hit, resume_at):
+    def fits(self, num_tokens: int, hit: PrefixHit, resume_at: int, *, spare: int = 0) -> bool:
+        """Whether a request of `num_tokens` tokens could have now what it needs to its end, with `spare` blocks of each
+        group left. Holds nothing.
+        """
+        if self._fits(num_tokens, hit, resume_at, spare):
             return True
-        return self._make_way() and self._fits(num_tokens, hit, resume_at)
+        return self._make_way() and self._fits(num_tokens, hit, resume_at, spare)
 
-    def _fits(self, num_tokens: int, hit: PrefixHit, resume_at: int) -> bool:
-        if self.blocks_for(num_tokens) * len(self._windows) <= self.pool.num_available:
+    def _fits(self, num_tokens: int, hit: PrefixHit, resume_at: int, spare: int) -> bool:
+        available = self.pool.num_available - spare * len(self._windows)
+        if self.blocks_for(num_tokens) * len(self._windows) <= available:
             return True
         needed = self.num_taken(num_tokens, hit, resume_at)
         if self._has_windows:
             needed = min(needed, self.num_at_once(num_tokens))
-        return needed <= self.pool.num_available
+        return needed <= available
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that a request lacks for `num_tokens` tokens; 0 or less: none."""

@@ -4,7 +4,7 @@ A load begins when its request's blocks are allocated and ends once: it finished
 request ended. A request whose load brought too little computes the rest here, or fails, as the decode role decides.
 """
 
-from math import inf
+from itertools import islice, takewhile
 
 from pdkv.connectors.base import NO_MATCH, TransferOutcome
 from pdkv.engine.hooks import DecodeHooks
@@ -12,6 +12,7 @@ from pdkv.engine.kv.kv_cache_manager import KVCacheManager, PrefixHit
 from pdkv.engine.outside.external import EndedLoad, ExternalKV, KVLoad
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
+from pdkv.wire.types import RequestKey
 
 _TIMED_OUT = TransferOutcome("transfer_timeout")
 _NOT_FOUND = TransferOutcome("kv_not_found")
@@ -33,6 +34,7 @@ class Loads:
         self._decode = decode
         self._queues = queues
         self._timeout_s = timeout_s
+        self._asking: dict[RequestKey, tuple[Request, float]] = {}  # those that wait for an answer, and until when
 
     # --- begin ----------------------------------------------------------------------------------------------------
 
@@ -60,6 +62,14 @@ class Loads:
         if load.done:
             self._finished(load, TransferOutcome())
         return True
+
+    def asks(self, request: Request, now: float) -> None:
+        """Its connector owes a waiting request an answer; it stops asking some time after the first question."""
+        self._asking.setdefault(request.key, (request, now + self._timeout_s))
+
+    def answered(self, request: Request) -> None:
+        """It asks no more."""
+        self._asking.pop(request.key, None)
 
     def begin_layerwise(self, request: Request, start: int, stop: int, step_id: int, now: float) -> None:
         """Tokens [start, stop) come layer by layer during this step, which computes what is behind them."""
@@ -108,11 +118,13 @@ class Loads:
 
     def fail_waiting(self, request: Request, outcome: TransferOutcome = _NOT_FOUND) -> None:
         """Nothing comes from outside for a request in the queue."""
+        self.answered(request)
         self._queues.waiting.remove(request)
         self._fall_back(request, outcome)
 
     def give_up(self, request: Request) -> None:
         """The request ends, or loses its blocks: its load, if it has one, ends with it."""
+        self.answered(request)
         load = self._external.loads.get(request.transfer_key)
         if load is not None and load.request is request:
             self._external.end_load(request.transfer_key, transfer_ended=False)
@@ -121,21 +133,17 @@ class Loads:
         """Loads whose deadline passed fall back; so do requests that waited too long for an answer."""
         for load in [x for x in self._external.loads.values() if x.deadline <= now and x.layerwise_step is None]:
             self._failed(load, _TIMED_OUT, transfer_ended=False)
-        for request in [r for r in self._queues.waiting if self._lookup_deadline(r) <= now]:
+        for request, _ in list(takewhile(lambda asking: asking[1] <= now, self._asking.values())):
             if self._external.match(request, self._kv.find_hit(request).num_tokens).ask_again:
                 self.fail_waiting(request, _TIMED_OUT)
             else:
-                request.asked_since = inf  # the answer came while steps were full
+                self.answered(request)  # the answer came while steps were full
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a load or of a request that waits for a connector's answer."""
         deadlines = [load.deadline for load in self._external.loads.values()]
-        deadlines += [d for r in self._queues.waiting if (d := self._lookup_deadline(r)) != inf]
+        deadlines += [deadline for _, deadline in islice(self._asking.values(), 1)]  # the oldest question
         return min(deadlines, default=None)
-
-    def _lookup_deadline(self, request: Request) -> float:
-        """When a waiting request stops asking its connector; infinite where it asks nobody."""
-        return request.asked_since + self._timeout_s
 
     def _finished(self, load: KVLoad, outcome: TransferOutcome) -> None:
         request = load.request

@@ -113,7 +113,9 @@ class EngineConfig(ModelFiles):
         None, "share of its GPU's memory that an engine may use (default: 0.9, shared out among those on one GPU)"
     )
     max_num_seqs: Positive = option(256, "most requests in one step")
-    max_num_batched_tokens: Positive | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)")
+    max_num_batched_tokens: Positive | None = option(
+        None, "most tokens in one step, at least max_num_seqs (default: 2048 on a CPU, 8192 on a GPU)"
+    )
     max_model_len: Positive | None = option(None, "longest prompt + output (default: the model's)")
     max_steps_ahead: Annotated[int, Meta(ge=0, le=2)] = option(
         2, "steps planned while an earlier one computes, so that the model never waits: 0 (strictly in turn) to 2"
@@ -138,7 +140,9 @@ class EngineConfig(ModelFiles):
     enforce_eager: bool = option(
         False, "on a GPU, launch the kernels of every step one by one instead of decode steps as CUDA graphs"
     )
-    long_prefill_token_threshold: Natural = option(0, "most prompt tokens of one request in one step; 0 = no bound")
+    long_prefill_token_threshold: Natural = option(
+        0, "most prompt tokens of one request in a step that others run in or wait for; 0 = no bound"
+    )
     threads: Positive | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
     cpu_linears: Literal["auto", "torch"] = option(
         "auto",
@@ -195,6 +199,12 @@ class EngineConfig(ModelFiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        most = self.max_num_batched_tokens
+        if most is not None and most < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({most}) must be at least max_num_seqs ({self.max_num_seqs}): in a step every "
+                "request that decodes takes a token"
+            )
         numbers = self.device_numbers
         if numbers is not None and len(numbers) < self.tp:
             raise ConfigError(f"devices: tp {self.tp} needs as many CUDA devices, got {self.devices!r}")

@@ -195,7 +195,7 @@ def test_every_rank_looks_for_what_is_not_finite(hf_model: HFModel, make_engine:
     assert [output_of(again, f"c{i}") for i in range(4)] == [output_of(expected, f"a{i}") for i in range(4)]
 
 
-@pytest.mark.parametrize("fields", [{}, {"long_prefill_token_threshold": 20}], ids=["whole", "chunked"])
+@pytest.mark.parametrize("fields", [{}, {"max_num_batched_tokens": 20}], ids=["whole", "chunked"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_the_tokens_are_those_of_one_rank(
     hf_model: HFModel, make_engine: MakeEngine, tp: int, fields: dict[str, int]

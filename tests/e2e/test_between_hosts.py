@@ -18,7 +18,7 @@ NUM_OUTPUT = 6
 
 P2P = ("--connector", "p2p", "--connector-config", "host={host}", "timeout_s=5")
 NIXL = ("--connector", "nixl", "--connector-config", "progress_thread=true", "transfer_timeout_s=5")
-CHUNKED = ("--long-prefill-token-threshold", "96")
+CHUNKED = ("--max-num-batched-tokens", "96", "--max-num-seqs", "96")
 
 
 @pytest.fixture(scope="module")

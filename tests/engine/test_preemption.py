@@ -94,6 +94,29 @@ def test_among_equals_the_last_to_begin_gives_way_and_is_the_first_to_come_again
     assert at_rest(core)
 
 
+@pytest.mark.parametrize("num_requests", [2, 3, 4])
+def test_who_comes_again_stays_until_a_block_is_full(num_requests: int) -> None:
+    """It does not come back for a step only to give way again."""
+    core = make_core(num_blocks=13, max_model_len=52)
+    for index in range(num_requests):
+        core.handle("r", submit(prompt_of(index), request_id=str(index), max_tokens=30), 0.0)
+    lives: list[int] = []  # tokens that a request drew between coming again and giving way
+    drawn: dict[str, int] = {}  # since it came again
+    while core.requests:
+        before = core.scheduler.num_preemptions
+        core.step(0.0)
+        gone = core.scheduler.waiting.first(core.scheduler.num_preemptions - before)
+        lives += [drawn[name] for name in names(gone) if name in drawn]
+        drawn |= dict.fromkeys(names(gone), 0)
+        for _, sent in core.take_messages(0.0):
+            for message in sent:
+                if isinstance(message, Tokens) and message.request_id in drawn:
+                    drawn[message.request_id] += len(message.token_ids)
+    assert core.scheduler.num_preemptions
+    assert all(num_tokens >= 4 for num_tokens in lives), lives
+    assert at_rest(core)
+
+
 class Pressure(NamedTuple):
     """More requests than the pool holds."""
 

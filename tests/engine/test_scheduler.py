@@ -29,9 +29,20 @@ def test_a_prompt_of_18_in_chunks_of_8_takes_8_8_2_and_draws_on_the_third_step_o
 
 def test_the_long_prefill_threshold_bounds_one_requests_share() -> None:
     core = make_core(limits=limits(long_prefill_token_threshold=5))
-    core.handle("r", submit(list(range(100, 112)), max_tokens=1), 0.0)
+    for name in ("a", "b"):
+        core.handle("r", submit(list(range(100, 112)), request_id=name, max_tokens=1), 0.0)
     plan = core.scheduler.schedule(0.0)
-    assert [share.num_scheduled for share in plan.scheduled] == [5]
+    assert [share.num_scheduled for share in plan.scheduled] == [5, 5]
+
+
+def test_a_prompt_that_no_other_request_waits_for_is_not_divided() -> None:
+    """While another one runs or waits, its share is bounded; when that is over, the rest is computed at once."""
+    core = make_core(limits=limits(long_prefill_token_threshold=4))
+    core.handle("r", submit(list(range(100, 130)), request_id="alone", max_tokens=2), 0.0)
+    assert shares(core) == {"alone": 30}
+    core.handle("r", submit(list(range(200, 230)), request_id="long", max_tokens=1), 0.0)
+    assert shares(core) == {"alone": 1, "long": 4}
+    assert shares(core) == {"long": 26}
 
 
 def test_running_requests_come_before_waiting_ones_within_the_budget() -> None:

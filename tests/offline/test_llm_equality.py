@@ -14,6 +14,8 @@ from small_models import FEATURES
 from pdkv import LLM, SamplingParams
 from tests.conftest import FAMILIES
 
+CHUNKS = {"max_num_batched_tokens": 48, "max_num_seqs": 48, "long_prefill_token_threshold": 32}
+
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
 
@@ -56,9 +58,9 @@ def family(
     return Family(greedy_workload(directory, tmp_path_factory.mktemp(request.param)), oracle(directory))
 
 
-@pytest.mark.parametrize("threshold", [0, 48], ids=["whole", "chunked"])
-def test_first_pass_and_replay(family: Family, threshold: int) -> None:
-    with family.llm(long_prefill_token_threshold=threshold) as llm:
+@pytest.mark.parametrize("chunks", [{}, CHUNKS], ids=["whole", "chunked"])
+def test_first_pass_and_replay(family: Family, chunks: dict[str, int]) -> None:
+    with family.llm(**chunks) as llm:
         first, replay = (family.check(llm) for _ in range(2))
         assert llm._engine.core.scheduler.num_preemptions == 0
     num_cached = [sum(output.num_cached_tokens for output in outputs) for outputs in (first, replay)]
@@ -86,7 +88,7 @@ def test_bigger_blocks_and_small_batches(family: Family) -> None:
 
 def test_logprobs_in_chunks_and_under_preemption(family: Family) -> None:
     params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=0)
-    with family.llm(long_prefill_token_threshold=48, **family.small_pool) as llm:
+    with family.llm(**CHUNKS, **family.small_pool) as llm:
         outputs = family.check(llm, params)
         assert llm._engine.core.scheduler.num_preemptions > 0
     for output, (prompt, continuation) in zip(outputs, family.workload.expected, strict=True):

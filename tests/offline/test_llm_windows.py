@@ -37,7 +37,7 @@ def test_tokens_beyond_the_window_are_those_of_transformers(
         oracle(made).expect(lambda size=size: [rng.randrange(2, 258) for _ in range(size)], NUM_OUTPUT)
         for size in lengths
     ]
-    for fields in ({}, {"long_prefill_token_threshold": 7, "max_num_batched_tokens": 40}):
+    for fields in ({}, {"long_prefill_token_threshold": 7, "max_num_batched_tokens": 40, "max_num_seqs": 40}):
         with LLM(tmp_path, kv_cache_memory=4 << 20, threads=1, **fields) as llm:
             assert llm._engine.core.card.max_model_len == 512
             assert [group.layers for group in llm._engine.core.card.layout.groups] == groups
@@ -76,7 +76,7 @@ def test_a_windows_layers_take_the_memory_of_the_window(hf_model: Callable[..., 
     rng = random.Random(6)
     expected = [oracle(made).expect(lambda: [rng.randrange(2, 258) for _ in range(450)], NUM_OUTPUT) for _ in range(3)]
     block_bytes = 3 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, head size, float32
-    with LLM(tmp_path, kv_cache_memory=14 * block_bytes, threads=1, max_num_batched_tokens=48) as llm:
+    with LLM(tmp_path, kv_cache_memory=14 * block_bytes, threads=1, max_num_batched_tokens=48, max_num_seqs=48) as llm:
         assert llm._engine.core.card.max_model_len == 512
         assert llm._engine.core.card.num_blocks == 14
         outputs = llm.generate([one.prompt for one in expected], PARAMS, use_tqdm=False)

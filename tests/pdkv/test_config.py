@@ -74,6 +74,12 @@ def test_a_value_out_of_its_range_is_refused_by_name(config: type, field: str, v
     assert str(value) in str(caught.value)
 
 
+def test_a_step_has_a_token_for_each_of_its_requests() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(255\) must be at least max_num_seqs \(256\)"):
+        EngineConfig(max_num_batched_tokens=255)
+    assert EngineConfig(max_num_batched_tokens=256).max_num_seqs == 256
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -16,7 +16,7 @@ from serving_checks import Books, complete_all, read_books, serve_directory, set
 
 NUM_OUTPUT = 56
 
-CHUNKED = ("--long-prefill-token-threshold", "48")
+CHUNKED = ("--max-num-batched-tokens", "64", "--max-num-seqs", "64", "--long-prefill-token-threshold", "48")
 SMALL_POOL_BLOCKS = 44  # the longest prompt and its output take 41
 AMPLE_POOL_BLOCKS = 800
 MAX_PASSES = 8

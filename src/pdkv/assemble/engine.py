@@ -238,9 +238,10 @@ def _check_pool_memory(config: EngineConfig, executor: ModelExecutor) -> None:
 
 def _limits(config: EngineConfig, handoff: HandoffConfig, proposer: Proposer | None) -> SchedulerLimits:
     on_cpu = resolve_device(config).type == "cpu"
+    most = config.max_num_batched_tokens or max(CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS, config.max_num_seqs)
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or (CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS),
+        max_num_batched_tokens=most,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         kv_load_timeout_s=handoff.kv_load_timeout_s,
         num_draft_tokens=0 if proposer is None else proposer.num_tokens,

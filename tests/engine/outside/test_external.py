@@ -50,11 +50,12 @@ def test_a_failed_load_spoils_nothing_that_another_request_saves() -> None:
     prompt = list(range(100, 133))  # 8 blocks of 4, and a token
     options = {"fabric": "external-spoilt", "mode": "store", "load": "layerwise"}
     here = make_core(
-        name="here", connector=STAND_IN_STORE, options=options, limits=SchedulerLimits(8, 64, 16), num_blocks=32
+        name="here", connector=STAND_IN_STORE, options=options, limits=SchedulerLimits(8, 16), num_blocks=32
     )
     there = make_core(name="there", connector=STAND_IN_STORE, options=options, num_blocks=32)
     here.handle("r", submit(prompt, request_id="sound", max_tokens=1), 0.0)
     here.step(0.0)  # 4 blocks
+    here.scheduler.limits = SchedulerLimits(8, 64, 16)
     there.handle("r", submit(prompt[:25], max_tokens=1), 0.0)
     run(there)  # 6 blocks are in the store
     here.handle("r", submit(prompt, request_id="spoilt", max_tokens=1), 0.0)

@@ -90,7 +90,7 @@ def test_who_goes_on_behind_a_gap_keeps_its_place_before_who_is_less_urgent(load
 @pytest.mark.parametrize("lost", [1, 5])
 def test_steps_that_were_begun_behind_a_layerwise_load_bring_nothing(lost: int) -> None:
     run_prompt(engine("there", "layerwise"), PROMPT[:25])
-    here = engine("here", "layerwise", limits=SchedulerLimits(8, 4, 4))
+    here = engine("here", "layerwise", limits=SchedulerLimits(4, 4))
     here.handle("r", submit(PROMPT, max_tokens=3), 0.0)
     first = here.scheduler.schedule(0.0)
     assert [(share.num_computed, share.num_scheduled) for share in first.scheduled] == [(24, 4)]

@@ -48,6 +48,11 @@ def nan_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return poison(tiny_model_dir, tmp_path_factory.mktemp("nan") / "model", float("nan"))
 
 
+def in_chunks(num_tokens: int) -> dict[str, int]:
+    """Options by which a step computes so many tokens; 0: as many as there are."""
+    return {"max_num_batched_tokens": num_tokens, "max_num_seqs": num_tokens} if num_tokens else {}
+
+
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
     made: list[InProcessEngine] = []
@@ -101,7 +106,7 @@ def test_only_requests_with_the_poisoned_token_fail(
     poisoned_model: Path, chunk: int, expected: list[list[int]], make_engine: MakeEngine
 ) -> None:
     """Twice: what the first pass left in the cache and in blocks must not spoil the second one."""
-    core = make_engine(poisoned_model, long_prefill_token_threshold=chunk).core
+    core = make_engine(poisoned_model, **in_chunks(chunk)).core
     clean = {f"clean-{i}": prompt for i, prompt in enumerate(CLEAN)}
     for attempt in range(2):
         for name, prompt in {**clean, **POISONED}.items():
@@ -119,7 +124,7 @@ def test_only_requests_with_the_poisoned_token_fail(
 
 def test_a_chunk_in_mid_prompt_fails_at_once(nan_model: Path, make_engine: MakeEngine) -> None:
     """It has no logits to look at; the chunks behind it are not computed, and it is not in the cache meanwhile."""
-    core = make_engine(nan_model, long_prefill_token_threshold=16).core
+    core = make_engine(nan_model, **in_chunks(16)).core
     send(core, {"poisoned": [POISON, *range(200, 300)]})
     core.step(0.0)
     messages = [message for _, sent in core.take_messages(0.0) for message in sent]
@@ -172,7 +177,7 @@ def test_nothing_of_it_is_saved(nan_model: Path, tmp_path: Path, make_engine: Ma
     store = ("store", options)
     before, clean = list(range(200, 232)), list(range(5, 45))
     poisoned = [*before, POISON, *clean]
-    first = make_engine(nan_model, *store, long_prefill_token_threshold=16)
+    first = make_engine(nan_model, *store, **in_chunks(16))
     send(first.core, {"poisoned": poisoned, "clean": clean}, first.clock.now())
     assert failed(first.rest()) == {"poisoned"}
     found = {}
@@ -204,7 +209,7 @@ def test_without_it_a_prefix_is_cached_as_if_nothing_came_behind(
     poisoned_model: Path, expected: list[list[int]], make_engine: MakeEngine, chunk: int
 ) -> None:
     """What overflows at the end of a prompt is not in the blocks before, which clean prompts find."""
-    core = make_engine(poisoned_model, check_finite=False, long_prefill_token_threshold=chunk).core
+    core = make_engine(poisoned_model, check_finite=False, **in_chunks(chunk)).core
     for number, prompt in enumerate(CLEAN):
         send(core, {f"poisoned-{number}": [*prompt[:-1], POISON, 5, 6]})
         run(core)

@@ -1,6 +1,7 @@
 """Defects that the random schedules must find, applied by monkeypatch. None of them is a switch in the product."""
 
 from collections.abc import Callable, Sequence
+from sys import maxsize
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from pdkv.connectors.base import Cancel, FinishDecision, RequestView, TransferKe
 from pdkv.connectors.memory.fabric import Endpoint, MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushWorker
+from pdkv.engine import queues
 from pdkv.engine.core import EngineCore
 from pdkv.engine.kv.block_pool import Holder
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager
@@ -211,7 +213,9 @@ def preempted_passes_the_urgent(patch: Patch) -> None:
     def broken(self: Queues, request: Request) -> None:
         self._give_back(request)
         request.restart()
-        self.waiting.appendleft(request)
+        with patch.context() as once:
+            once.setattr(queues, "_priority", lambda _: -maxsize)
+            self.waiting.add(request, before_equals=True)
         self.needs_step = True
 
     patch.setattr(Queues, "send_back", broken)
