@@ -318,6 +318,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     device: str = "cpu"  # where the KV pool will be: torch's type of device
     clock: Clock = MONOTONIC  # of all its deadlines; another one cannot be encoded
     block_table: BlockTable | None = None  # what the pool writes unless Built says another; None: nothing does
+    reserves_pool: bool = True  # whether the memory of a pool of its own is taken at start; False: as it is used
 
 
 class Tiers(ABC):

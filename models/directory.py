@@ -39,6 +39,10 @@ _OTHER_THINGS: Mapping[str, str] = {
 }
 
 
+LOADED_RATIO = 2
+"""Bytes that an engine may take for a byte of weights: of bfloat16 in float32, or in a kernel's order beside others."""
+
+
 class AddedToken(msgspec.Struct, frozen=True):
     """A token beside a tokenizer's vocabulary, as `tokenizers.AddedToken` takes it."""
 
@@ -245,6 +249,11 @@ class ModelDirectory:
         if not all(isinstance(key, str) and isinstance(template, str) for key, template in named.items()):
             raise ModelError(f"{self.path / name}: chat_template is neither a text nor a list of named texts")
         return named
+
+
+def weight_bytes(directory: Path) -> int:
+    """Size of its files of weights; 0 where there are none."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def read_text(file: Path) -> str:

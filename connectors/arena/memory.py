@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import threading
+from sys import maxsize
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -45,6 +46,7 @@ _TOUCH_BYTES = 4 * 1024 * 1024  # per call, so that a stop or a waiting load is 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11's fcntl lacks it
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+_BYTES_OF_BLOCK = 512  # of st_blocks
 _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _LINK_PREFIX = "/memfd:pdkv:"
 
@@ -113,12 +115,20 @@ class Arena:
     """The owner's side. The mapping lives as long as anything refers to its memory, such as the KV pool's tensor."""
 
     def __init__(
-        self, *, engine: str, epoch: str, layout: KVLayout, num_blocks: int, device: PoolDevice | None = None
+        self,
+        *,
+        engine: str,
+        epoch: str,
+        layout: KVLayout,
+        num_blocks: int,
+        device: PoolDevice | None = None,
+        reserves: bool = True,
     ) -> None:
         """Create, map and seal. Only the table is allocated: `kv_cache` and `allocate_data` do the rest.
 
         Args:
             device: where the pool will lie; None: in the arena.
+            reserves: whether the pool's memory is taken when it is allocated; False: page by page, as it is used.
 
         Raises:
             ConfigError: the memory cannot be had.
@@ -126,6 +136,7 @@ class Arena:
         self.shape = ArenaShape.of(layout, num_blocks, holds_pool=device is None)
         self.exported: ExportedPool | None = None  # the pool, where it lies on a device, once it is allocated
         self._device = device
+        self._reserves = reserves
         self._layout = layout
         self._toucher = ServiceThread(self._touch, lambda: None, "pdkv-touch")
         self._fd = os.memfd_create(f"pdkv:{engine}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -149,11 +160,14 @@ class Arena:
         self.words = _words(view, self.shape)
 
     def allocate_data(self) -> None:
-        """Allocate the KV pool's memory and begin to touch it on a thread, from its first block on.
+        """Where the pool is reserved, allocate its memory and begin to touch it on a thread, from its first block on.
 
         Raises:
             ConfigError: the memory cannot be had.
         """
+        if not self._reserves:
+            _advise(self.data(), 0, self.data().nbytes, mmap.MADV_HUGEPAGE)
+            return
         self._reserve(self.shape.data_offset, self.shape.size - self.shape.data_offset)
         self._toucher.start()
 
@@ -221,7 +235,10 @@ class Arena:
 class PeerArena:
     """A reader's view of a peer's arena. Freed when nobody refers to it, so a copy in flight keeps it mapped."""
 
-    def __init__(self, memory: mmap.mmap, header: ArenaHeader, address: ArenaAddress) -> None:
+    def __init__(
+        self, memory: mmap.mmap, header: ArenaHeader, address: ArenaAddress, num_taken_bytes: int = maxsize
+    ) -> None:
+        """`num_taken_bytes`: of the pool, so much had memory when it was opened."""
         self.header = header
         self.address = address
         self.shape = ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None)
@@ -233,6 +250,7 @@ class PeerArena:
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only; no rows where a device has them
         self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
         self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
+        self._num_taken_bytes = num_taken_bytes
         self.pool: torch.Tensor | None = None  # where a device has it, once it is mapped
 
     def check_owner(self) -> None:
@@ -253,11 +271,11 @@ class PeerArena:
             raise PeerGone(f"engine {self.header.engine}: process {address.pid} has closed its arena")
 
     def map_ahead(self) -> bool:
-        """Map the pool's next pages; False: there are no more.
+        """Map the pool's next pages that had memory when it was opened; False: there are no more.
 
         So the first read of a block runs at full speed, and resident memory does not creep up with the blocks read.
         """
-        if self.num_mapped_bytes >= self.data.nbytes:
+        if self.num_mapped_bytes >= min(self.data.nbytes, self._num_taken_bytes):
             return False
         done = _advise(self.data, self.num_mapped_bytes, _TOUCH_BYTES, _MADV_POPULATE_READ)
         self.num_mapped_bytes = self.num_mapped_bytes + _TOUCH_BYTES if done else self.data.nbytes
@@ -286,7 +304,7 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
     except OSError as error:
         raise _open_error(f"engine {engine}: process {address.pid} cannot be reached", error) from error
     try:
-        _check_identity(fd, address, engine)
+        num_taken_bytes = _check_identity(fd, address, engine)
         memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
         raise _open_error(f"engine {engine}: its arena cannot be mapped", error) from error
@@ -300,11 +318,12 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
         raise IncompatiblePeers(
             f"engine {engine}: its arena has (layout, blocks) {said!r}, its card says {meant!r}: restart that engine"
         )
-    if ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None).size != address.size:
+    shape = ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None)
+    if shape.size != address.size:
         raise IncompatiblePeers(
             f"engine {engine}: an arena of {address.size} bytes has another shape than its header's"
         )
-    return PeerArena(memory, header, address)
+    return PeerArena(memory, header, address, num_taken_bytes - shape.data_offset)
 
 
 def _open_error(what: str, error: OSError) -> TransferError:
@@ -313,8 +332,10 @@ def _open_error(what: str, error: OSError) -> TransferError:
     return kind(f"{what}: {error.strerror}")
 
 
-def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
-    """The open file is the very memfd of the card; it cannot shrink under the mapping, and only its owner writes it."""
+def _check_identity(fd: int, address: ArenaAddress, engine: str) -> int:
+    """The open file is the very memfd of the card; it cannot shrink under the mapping, and only its owner writes it.
+    Returns how many of its bytes have memory.
+    """
     status = os.fstat(fd)
     start_time = process_start_time(address.pid)
     if start_time is None:
@@ -324,6 +345,7 @@ def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
         raise PeerGone(f"engine {engine}: process {address.pid} is another one now (inode, size, start time: {found})")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise IncompatiblePeers(f"engine {engine}: its arena is not sealed")
+    return status.st_blocks * _BYTES_OF_BLOCK
 
 
 def _advise(data: Bytes, offset: int, num_bytes: int, advice: int) -> bool:

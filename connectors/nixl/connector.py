@@ -50,7 +50,10 @@ class NixlConnector(KVConnector):
         options = NixlOptions.parse(config.plan.options)
         arena: Arena | None = None
         if config.device == "cpu" and "arena" in options.paths:
-            arena = Arena(engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks)
+            arena = Arena(
+                engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks,
+                reserves=config.reserves_pool,
+            )  # fmt: skip
         table = LocalBlockTable(config.num_blocks, None if arena is None else arena.table_arrays.generations)
         peers = NixlPeers(config, options)
 

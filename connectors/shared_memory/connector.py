@@ -44,8 +44,9 @@ class SharedMemoryConnector(KVConnector):
         options: SharedMemoryOptions = cls.options_type.parse(config.plan.options)
         device = make_pool_device(config.device)
         arena = Arena(
-            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks, device=device
-        )
+            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks, device=device,
+            reserves=config.reserves_pool,
+        )  # fmt: skip
         table = SharedBlockTable(arena.table_arrays, arena.shape.table)
         peers = PeerArenas(config)  # of both sides: a peer is mapped once
 

@@ -1,5 +1,6 @@
 """Executors run the steps of an engine on its ranks. In-process: one rank, on the thread that calls."""
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import torch
 
 from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
+from pdkv.engine.kv.kv_groups import num_held_at_once
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.worker.drafts import Proposer
 from pdkv.engine.worker.dtype import resolve_dtype, resolve_kv_dtype
@@ -19,6 +21,7 @@ from pdkv.engine.worker.kv_cache import (
     check_pool,
     length_that_fits,
     make_layout,
+    most_useful_blocks,
     num_blocks_that_fit,
     pool_bytes,
 )
@@ -38,6 +41,8 @@ from pdkv.models.shard import WHOLE, Shard
 from pdkv.models.weight_files import WeightFiles
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.wire.kv import EngineCard, KVLayout
+
+logger = logging.getLogger(__name__)
 
 
 class Ended(NamedTuple):
@@ -188,9 +193,10 @@ def describe_pool(config: EngineConfig) -> str:
     size_bytes = pool_bytes(config, device)
     if size_bytes is None:
         return f"{dtype} on {device}, a KV pool of what the GPU has left, requests of at most {most} tokens"
-    num_blocks = size_bytes // layout.block_bytes
+    num_blocks = min(size_bytes // layout.block_bytes, most_useful_blocks(config, layout, most))
     most = length_that_fits(config, layout, num_blocks, most)
-    pool, at_once = format_bytes(size_bytes * config.tp), num_blocks * layout.block_size // most
+    pool = format_bytes(num_blocks * layout.block_bytes * config.tp)
+    at_once = num_blocks // num_held_at_once(layout.windows, most, layout.block_size, 0)
     return f"{dtype} on {device}, a KV pool of {pool} for {at_once} requests of the longest length, {most} tokens"
 
 
@@ -284,13 +290,27 @@ class InProcessExecutor(ModelExecutor):
         )
 
     def _size_pool(self, size_bytes: int) -> None:
-        self.num_blocks = num_blocks_that_fit(self.layout, size_bytes)
-        most = self.max_model_len, self._max_num_batched_tokens, self._hit_tokens
-        self.max_model_len = length_that_fits(self._config, self.layout, self.num_blocks, *most)
+        sizes = self.max_model_len, self._max_num_batched_tokens, self._hit_tokens
+        most = most_useful_blocks(self._config, self.layout, *sizes)
+        self.take_blocks(num_blocks_that_fit(self.layout, size_bytes, most))
+
+    def take_blocks(self, num_blocks: int) -> None:
+        """The pool has so many, before it is attached: they bound the length of requests.
+
+        Raises:
+            ConfigError: the length that was asked for does not fit.
+        """
+        sizes = self._max_num_batched_tokens, self._hit_tokens
+        self.num_blocks = num_blocks
+        self.max_model_len = length_that_fits(self._config, self.layout, num_blocks, self.max_model_len, *sizes)
+        each = num_held_at_once(self.layout.windows, self.max_model_len, self.layout.block_size, *sizes)
+        text = "room for %d requests of the longest length, %d tokens, at once; --max-num-seqs lets %d run"
+        logger.info(text, num_blocks // each, self.max_model_len, self._config.max_num_seqs)
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
         if kv_pool is None:
-            kv_pool = allocate_pool(self.layout, self.num_blocks, self.device)
+            reserved = not self._config.sizes_itself
+            kv_pool = allocate_pool(self.layout, self.num_blocks, self.device, reserved=reserved)
         check_pool(kv_pool, self.layout, self.num_blocks)
         if worker is not None:
             worker.register_kv_caches(kv_pool)

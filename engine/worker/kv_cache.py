@@ -3,13 +3,14 @@
 import logging
 from bisect import bisect_right
 from collections import Counter
+from sys import maxsize
 
 import torch
 
 from pdkv.config import EngineConfig
 from pdkv.engine.kv.kv_groups import make_groups, num_held_at_once
 from pdkv.errors import ConfigError
-from pdkv.host.huge_pages import use_huge_pages
+from pdkv.host.huge_pages import HugeMemory
 from pdkv.host.memory_limits import format_bytes
 from pdkv.models.config import ModelConfig
 from pdkv.models.kv_scales import KVScales
@@ -49,13 +50,13 @@ def make_layout(
     )
 
 
-def num_blocks_that_fit(layout: KVLayout, size_bytes: int) -> int:
-    """Whole blocks in `size_bytes`; logs the formula.
+def num_blocks_that_fit(layout: KVLayout, size_bytes: int, most: int = maxsize) -> int:
+    """Whole blocks in `size_bytes`, at most `most`; logs the formula.
 
     Raises:
         ConfigError: not one block fits.
     """
-    num_blocks = size_bytes // layout.block_bytes
+    num_blocks = min(size_bytes // layout.block_bytes, most)
     logger.info(
         "KV cache: %d blocks of %d tokens; a block = %d x %d layers x %d KV heads x %d tokens x %d head size x %d bytes"
         " = %d bytes; %.1f MiB in all",
@@ -73,12 +74,18 @@ def num_blocks_that_fit(layout: KVLayout, size_bytes: int) -> int:
     return num_blocks
 
 
-def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """A pool of zeros: every page touched at start, and no NaN in what padded reads may see."""
-    pool = torch.empty(layout.pool_shape(num_blocks), dtype=getattr(torch, layout.dtype), device=device)
-    if device.type == "cpu":
-        use_huge_pages(pool.data_ptr(), pool.nbytes)  # a block is in another place for every layer
-    return pool.zero_()
+def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device, *, reserved: bool = True) -> torch.Tensor:
+    """A pool of zeros: no NaN in what padded reads may see.
+
+    Args:
+        reserved: every page of host memory is touched now; False: when it is used.
+    """
+    shape, dtype = layout.pool_shape(num_blocks), getattr(torch, layout.dtype)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = HugeMemory().take(num_blocks * layout.block_bytes)  # a block is in another place for every layer
+    pool = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return pool.zero_() if reserved else pool
 
 
 def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
@@ -87,6 +94,18 @@ def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
     got = (tuple(pool.shape), str(pool.dtype).removeprefix("torch."))
     if got != expected or not pool.is_contiguous():
         raise ConfigError(f"the connector's KV pool is {got}, contiguous={pool.is_contiguous()}; expected {expected}")
+
+
+def most_useful_blocks(
+    config: EngineConfig, layout: KVLayout, max_model_len: int, max_step_tokens: int = 0, hit_tokens: int = 0
+) -> int:
+    """Blocks that a pool which sizes itself has at most: what all requests of a step need, each of the longest length.
+    Of any other pool there is no bound.
+    """
+    if not config.sizes_itself:
+        return maxsize
+    sizes = (layout.block_size, max_step_tokens, hit_tokens)
+    return config.max_num_seqs * num_held_at_once(layout.windows, max_model_len, *sizes)
 
 
 def length_that_fits(

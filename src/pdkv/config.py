@@ -33,7 +33,7 @@ PACED = "paced:"
 """With it begins the `model` of engines that compute nothing and wait as long as a profile says (docs/testing.md)."""
 
 DEFAULT_HOST_KV_BYTES = 256 << 20
-"""KV pool of an engine that computes on the CPU and was told no size."""
+"""The least KV pool of an engine that computes on the CPU and was told no size."""
 
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
@@ -107,7 +107,14 @@ class EngineConfig(ModelFiles):
     block_size: Annotated[int, Meta(ge=16, multiple_of=16)] = option(16, "tokens per KV block, a multiple of 16")
     kv_cache_memory: Size | None = option(
         None,
-        "KV pool of one engine, such as 512MiB (CPU default: 256MiB); must hold one request of max_model_len tokens",
+        "KV pool of one engine, such as 512MiB; must hold one request of max_model_len tokens; auto: on a CPU what "
+        "max_num_seqs such requests need, up to max_kv_cache_memory; on a GPU what gpu_memory_utilization leaves",
+        also={"auto": None},
+    )
+    max_kv_cache_memory: Size | None = option(
+        None,
+        "bound of a pool that sizes itself on a CPU (default: a quarter of the memory that is available at start, "
+        "shared out among the engines of a launch, and at least 256MiB each)",
     )
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = option(
         None, "share of its GPU's memory that an engine may use (default: 0.9, shared out among those on one GPU)"
@@ -179,8 +186,13 @@ class EngineConfig(ModelFiles):
 
     @property
     def host_kv_bytes(self) -> int:
-        """KV pool of the engine, all ranks together, where it computes on the CPU."""
-        return self.kv_cache_memory or DEFAULT_HOST_KV_BYTES
+        """KV pool of the engine, all ranks together, where it computes on the CPU; if it sizes itself, at most."""
+        return self.kv_cache_memory or self.max_kv_cache_memory or DEFAULT_HOST_KV_BYTES
+
+    @property
+    def sizes_itself(self) -> bool:
+        """Whether the pool has the size that the host's memory and the model suggest."""
+        return self.kv_cache_memory is None and self.in_host_memory
 
     @property
     def in_host_memory(self) -> bool:

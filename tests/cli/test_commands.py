@@ -15,6 +15,8 @@ from pdkv.cli.main import EXIT_READER_GONE, main, make_parser
 from pdkv.config import EngineConfig
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
+from pdkv.host import memory_limits
+from pdkv.host.memory_limits import MemoryBound
 from pdkv.launch import launcher
 from pdkv.router.routing.policies import POLICIES
 
@@ -168,12 +170,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.err.count("\n") == 1
 
 
-def test_a_launch_can_be_checked_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_can_be_checked_without_starting_anything(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: MemoryBound(10 << 30, "MemAvailable"))
     assert run("launch", "--check", "--port", "0", "--prefill", "2", "--decode-kv-cache-memory", "8MiB") == 0
     first, *engines = capsys.readouterr().out.splitlines()
     assert first.startswith("2 prefill, 1 decode, connector shared_memory: pdkv-default from ")
     assert [line.split(":")[0].strip() for line in engines] == ["prefill-0", "prefill-1", "decode-0"]
-    assert engines[0].endswith("a KV pool of 256 MiB for 16 requests of the longest length, 4096 tokens")
+    assert engines[0].endswith("a KV pool of 1.2 GiB for 77 requests of the longest length, 4096 tokens")
     assert engines[2].endswith("a KV pool of 8 MiB for 1 requests of the longest length, 2048 tokens")
 
 

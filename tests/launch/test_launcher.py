@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_models import make_hf_config
 
-from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig, TiersConfig
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, HostedEngine, LaunchConfig
@@ -64,11 +64,18 @@ def test_engines_elsewhere_are_the_routers_to_find_and_nobody_starts_them(run_di
 
 def test_an_engine_for_another_host_listens_there_and_has_this_one_to_itself(run_dir: RunDirectory) -> None:
     hosted = HostedEngine(name="b", role="decode", listen="tcp://10.0.0.2:7000", cluster_key_file=Path("k"))
-    spec = plan_hosted(hosted, EngineConfig(tp=2), HandoffConfig(), NO_PLAN, run_dir)
+    spec = plan_hosted(hosted, EngineConfig(tp=2), HandoffConfig(), NO_PLAN, run_dir, TiersConfig())
     assert (spec.name, spec.role, spec.endpoint) == ("b", "decode", "tcp://10.0.0.2:7000")
     assert (spec.config.threads, spec.kv_shards, spec.cluster_key_file) == (6, 2, Path("k"))
     with pytest.raises(ConfigError, match=r"kv_shards must be a multiple of tp \(2\), got 3"):
-        plan_hosted(dataclasses.replace(hosted, kv_shards=3), EngineConfig(tp=2), HandoffConfig(), NO_PLAN, run_dir)
+        plan_hosted(
+            dataclasses.replace(hosted, kv_shards=3),
+            EngineConfig(tp=2),
+            HandoffConfig(),
+            NO_PLAN,
+            run_dir,
+            TiersConfig(),
+        )
 
 
 def test_without_prefill_engines_the_others_do_it_all(run_dir: RunDirectory) -> None:

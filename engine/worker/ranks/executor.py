@@ -112,8 +112,10 @@ class MultiProcessExecutor(ModelExecutor):
         self._stats: dict[int, Stats] = {}  # of the connector's workers, by rank
         self.layout = local.layout
         loaded = [answer for answer in others.hear(others.start_timeout_s) if isinstance(answer, Sized)]
-        self.num_blocks = local.num_blocks = min(local.num_blocks, *(answer.num_blocks for answer in loaded))
-        self.max_model_len = min(local.max_model_len, self.num_blocks * self.layout.block_size)
+        self.num_blocks = min(local.num_blocks, *(answer.num_blocks for answer in loaded))
+        if self.num_blocks < local.num_blocks:
+            local.take_blocks(self.num_blocks)
+        self.max_model_len = local.max_model_len
         self.models_of_other_ranks = [answer.model for answer in loaded]
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:

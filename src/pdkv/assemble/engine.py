@@ -4,6 +4,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -12,7 +13,7 @@ import msgspec
 from pdkv.assemble.core import build_core
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.version import VERSION
-from pdkv.config import EngineConfig, HandoffConfig, is_paced, paced_part
+from pdkv.config import DEFAULT_HOST_KV_BYTES, EngineConfig, HandoffConfig, is_paced, paced_part
 from pdkv.connectors.base import Built, ConnectorConfig, KVConnectorMetadata, SchedulerConnector
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.plan import NO_PLAN, ConnectorPlan
@@ -29,9 +30,10 @@ from pdkv.engine.worker.ranks.masks import RankMasks, pack
 from pdkv.engine.worker.ranks.messages import encode
 from pdkv.errors import ConfigError, ModelError, RankError
 from pdkv.grammar.matching.host import GrammarHost
-from pdkv.host.memory_limits import check_host_memory
+from pdkv.host.memory_limits import check_host_memory, share_for_pools
 from pdkv.kernels.compiled import load_all
 from pdkv.models.config import ModelConfig, load_model_config
+from pdkv.models.directory import LOADED_RATIO, weight_bytes
 from pdkv.models.identity import ModelSource
 from pdkv.models.parallel import ALONE, DeviceRanks, TensorParallel, join_ranks
 from pdkv.models.parallel_symmetric import over_symmetric_memory
@@ -86,6 +88,9 @@ class _Plan(NamedTuple):
         proposer: Proposer | None,
     ) -> "_Plan":
         """Raises ConfigError: a model directory that is missing, broken or not supported, an unknown processor."""
+        if config.sizes_itself and config.max_kv_cache_memory is None:  # no launch has shared the host's memory out
+            share = share_for_pools(1, LOADED_RATIO * weight_bytes(config.model), DEFAULT_HOST_KV_BYTES)
+            config = replace(config, max_kv_cache_memory=share)
         model = resolve_fp8(
             config,
             load_model_config(config.model, config.max_model_len, config.ignore_config_fields),
@@ -169,7 +174,7 @@ def build_engine(
     on_progress(f"allocating {executor.num_blocks} KV blocks")
     built: Built | None = None
     try:
-        _check_pool_memory(config, executor)
+        _check_pool_memory(plan.config, executor)
         table = LocalBlockTable(executor.num_blocks)
         built = _build_connector(plan, identity, executor, notify, block_table=table)
         return _connect(plan, identity, role, built, table, executor, grammars)
@@ -213,7 +218,7 @@ def run_rank(
             executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, place, masks))
         executor.num_blocks = first.wait_to_attach(executor.num_blocks, identity)
         on_progress(f"allocating {executor.num_blocks} KV blocks")
-        _check_pool_memory(config, executor)
+        _check_pool_memory(plan.config, executor)
         built = _build_connector(plan, identity, executor, first.notify, rank=rank)
         worker = None if built is None else built.worker()
         (info,) = executor.attach(None if built is None else built.kv_cache(), worker)
@@ -230,8 +235,8 @@ def run_rank(
 
 
 def _check_pool_memory(config: EngineConfig, executor: ModelExecutor) -> None:
-    """Refuse this rank's pool if it does not fit into the host's memory. Raises ConfigError."""
-    if resolve_device(config).type == "cpu":
+    """Refuse this rank's pool if it was asked for and does not fit into the host's memory. Raises ConfigError."""
+    if config.in_host_memory and not config.sizes_itself:
         size_bytes = executor.num_blocks * executor.layout.block_bytes
         check_host_memory(size_bytes, f"{executor.num_blocks} KV blocks (--kv-cache-memory)")
 
@@ -350,6 +355,7 @@ def _build_connector(
         kv_checksum=plan.handoff.kv_checksum,
         device=resolve_device(plan.config).type,
         block_table=block_table,
+        reserves_pool=not plan.config.sizes_itself,
     )
     return build_connector(connector_config, notify)
 

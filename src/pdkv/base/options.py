@@ -209,6 +209,8 @@ class Option:
         Raises:
             ConfigError: it is none of this option's; the message says what was expected and what there is.
         """
+        if isinstance(value, str):
+            value = self.details.get("also", {}).get(value, value)
         if value is None and self.optional:
             return None
         try:
@@ -234,7 +236,6 @@ class Option:
             return msgspec.convert(value, self.kind, strict=False)
         if not isinstance(value, str):
             return value
-        value = self.details.get("also", {}).get(value, value)
         reads: dict[Any, Callable[[str], Any]] = {
             int: parse_size if "size" in self.details else parse_count,
             float: float,

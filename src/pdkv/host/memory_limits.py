@@ -16,6 +16,9 @@ RESERVE_FRACTION = 0.03
 MAX_RESERVE_BYTES = 1 << 30
 """What is left to everything else: 3 % of what is available, at most 1 GiB."""
 
+_POOLS_PART = 4
+"""Of what is available, one part in so many is for KV pools that nobody gave a size."""
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
 
@@ -53,6 +56,17 @@ def check_host_memory(num_bytes: int, what: str) -> None:
             f"{what} need {format_bytes(num_bytes)} of host memory, but only {format_bytes(bound.usable_bytes)} can be "
             f"used ({bound.source}: {format_bytes(bound.available_bytes)} available)"
         )
+
+
+def share_for_pools(num_pools: int, num_taken_bytes: int, least: int) -> int:
+    """Bytes that each of `num_pools` KV pools may have which nobody gave a size: at least `least`.
+
+    Args:
+        num_taken_bytes: of what is available now, what others will take.
+    """
+    bound = available_memory()
+    usable = 0 if bound is None else max(bound.usable_bytes - num_taken_bytes, 0)
+    return max(usable // _POOLS_PART // num_pools, least)
 
 
 def format_bytes(num_bytes: int) -> str:

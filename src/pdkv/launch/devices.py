@@ -71,8 +71,14 @@ def place_on_devices(specs: Sequence[EngineSpec], running: Iterable[EngineSpec] 
 
 
 def keep_devices(spec: EngineSpec, before: EngineSpec) -> EngineSpec:
-    """An engine that takes another one's place, on its devices."""
-    return _replace(spec, before.config.devices, before.config.gpu_memory_utilization)
+    """An engine that takes another one's place, on its devices and with its share of their memory, or the host's."""
+    moved = _replace(spec, before.config.devices, before.config.gpu_memory_utilization)
+    return with_pool_bound(moved, before.config.max_kv_cache_memory)
+
+
+def with_pool_bound(spec: EngineSpec, num_bytes: int | None) -> EngineSpec:
+    """The engine, whose pool, if it sizes itself, takes so much at most."""
+    return msgspec.structs.replace(spec, config=dataclasses.replace(spec.config, max_kv_cache_memory=num_bytes))
 
 
 def _allowed(engine: EngineSpec, devices: Sequence[_Device]) -> Sequence[_Device]:

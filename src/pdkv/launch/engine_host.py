@@ -9,11 +9,10 @@ from pdkv.connectors.plan import ConnectorPlan
 from pdkv.errors import ConfigError
 from pdkv.launch.config import HostedEngine
 from pdkv.launch.cpus import default_threads, split_cpu_bind
-from pdkv.launch.devices import place_on_devices
 from pdkv.launch.host_memory import DIRECTORY, HostMemory
 from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.launcher import ReadyLog, StopSignals, run_supervised
-from pdkv.launch.plan import check_memory
+from pdkv.launch.plan import check_memory, place_on_hardware
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
@@ -38,7 +37,7 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
 
     async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:
         connector = plan_with_tiers(handoff, tiers, run_dir.path / DIRECTORY, hosted.name)
-        spec = plan_hosted(hosted, config, handoff, connector, run_dir)
+        spec = plan_hosted(hosted, config, handoff, connector, run_dir, tiers)
         fleet = Fleet(
             engines=[spec],
             router=None,
@@ -61,6 +60,7 @@ def plan_hosted(
     handoff: HandoffConfig,
     connector: ConnectorPlan,
     run_dir: RunDirectory,
+    tiers: TiersConfig,
 ) -> EngineSpec:
     """The engine with this host to itself. Raises ConfigError for wrong --cpu-bind, --devices or --kv-shards."""
     kv_shards = hosted.kv_shards or config.tp
@@ -86,7 +86,7 @@ def plan_hosted(
         start_timeout_s=hosted.start_timeout_s,
         cluster_key_file=hosted.cluster_key_file,
     )
-    return place_on_devices([spec])[0]
+    return place_on_hardware([spec], tiers)[0]
 
 
 async def _serve(hosted: HostedEngine, supervisor: Supervisor) -> None:

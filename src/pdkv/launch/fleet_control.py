@@ -11,9 +11,9 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import spin_rounds
-from pdkv.launch.devices import keep_devices, place_on_devices
+from pdkv.launch.devices import keep_devices
 from pdkv.launch.host_memory import HostMemory
-from pdkv.launch.plan import Kind, check_memory, plan_address, plan_engine
+from pdkv.launch.plan import Kind, check_memory, place_on_hardware, plan_address, plan_engine
 from pdkv.launch.router_admin import Refused, RouterAdmin
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
@@ -217,7 +217,9 @@ class FleetControl:
                 )
         if specs:
             self.choose_spin([*self.supervisor.engines.values(), *specs])
-        return place_on_devices(specs, self.supervisor.engines.values())
+        promised = self.host_memory.num_promised_bytes
+        running = self.supervisor.engines.values()
+        return place_on_hardware(specs, deployment.tiers, running, num_promised_bytes=promised)
 
     def choose_spin(self, engines: Sequence[EngineSpec]) -> None:
         """Let engines that start from now on spin as befits these."""

@@ -2,20 +2,21 @@
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from pdkv.config import DEFAULT_MODEL, EngineConfig, TiersConfig
+from pdkv.config import DEFAULT_HOST_KV_BYTES, DEFAULT_MODEL, EngineConfig, TiersConfig
 from pdkv.errors import ConfigError
-from pdkv.host.memory_limits import check_host_memory, format_bytes
+from pdkv.host.memory_limits import check_host_memory, format_bytes, share_for_pools
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import default_threads, split_cpu_bind
-from pdkv.launch.devices import place_on_devices
+from pdkv.launch.devices import place_on_devices, with_pool_bound
 from pdkv.launch.host_memory import DIRECTORY
 from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet
+from pdkv.models.directory import LOADED_RATIO, weight_bytes
 from pdkv.models.hub import hub_name
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.router.spec import RouterSpec
@@ -31,21 +32,22 @@ ROLES: dict[Kind, Role] = {"prefill": "prefill", "decode": "decode", "engine": "
 
 
 def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
-    """What a launch begins with. Raises ConfigError for a wrong --cpu-bind, and as `place_on_devices` does."""
+    """What a launch begins with. Raises ConfigError for a wrong --cpu-bind, and as `place_on_hardware` does."""
     launch = deployment.launch
     counts: dict[Kind, int] = {"prefill": launch.prefill, "decode": launch.decode}
     if launch.aggregated:
         counts = {"engine": launch.decode}
     for kind, count in counts.items():
         split_cpu_bind(config_of(deployment, kind).cpu_bind, count)
-    engines = place_on_devices(
+    engines = place_on_hardware(
         [
             plan_engine(
                 deployment, run_dir, kind, index, num_engines=launch.num_engines, num_ranks=deployment.num_ranks
             )
             for kind, count in counts.items()
             for index in range(count)
-        ]
+        ],
+        deployment.tiers,
     )
     model = deployment.prefill.model
     router = RouterSpec(
@@ -116,6 +118,32 @@ def config_of(deployment: Deployment, kind: Kind) -> EngineConfig:
     return deployment.prefill if kind == "prefill" else deployment.decode
 
 
+def place_on_hardware(
+    specs: Sequence[EngineSpec], tiers: TiersConfig, running: Iterable[EngineSpec] = (), *, num_promised_bytes: int = 0
+) -> list[EngineSpec]:
+    """The same engines on their devices; pools that size themselves share what the host has left beside other pools,
+    host tiers and weights. Raises ConfigError as `place_on_devices` does.
+
+    Args:
+        running: engines that have their place; their pools that size themselves may still take all that they may have.
+        num_promised_bytes: what others that run may still take.
+    """
+    running = list(running)
+    placed = place_on_devices(specs, running)
+    sharing = [spec.config for spec in placed if spec.config.sizes_itself]
+    others = [spec.config for spec in placed if spec.config.in_host_memory and not spec.config.sizes_itself]
+    others += [spec.config for spec in running if spec.config.sizes_itself]
+    taken = num_promised_bytes + sum(config.host_kv_bytes for config in others)
+    taken += sum((tiers.kv_host_memory or 0) + LOADED_RATIO * weight_bytes(spec.config.model) for spec in placed)
+    share = share_for_pools(max(len(sharing), 1), taken, DEFAULT_HOST_KV_BYTES)
+    return [
+        with_pool_bound(spec, min(share, spec.config.max_kv_cache_memory or share))
+        if spec.config.sizes_itself
+        else spec
+        for spec in placed
+    ]
+
+
 def check_memory(
     engines: Sequence[tuple[EngineConfig, int]], tiers: TiersConfig = _NO_TIERS, *, num_promised_bytes: int = 0
 ) -> None:
@@ -125,7 +153,11 @@ def check_memory(
     Args:
         num_promised_bytes: what others that run may still take.
     """
-    pools = [(config.host_kv_bytes, count) for config, count in engines if count > 0 and config.in_host_memory]
+    pools = [
+        (config.kv_cache_memory or min(config.host_kv_bytes, DEFAULT_HOST_KV_BYTES), count)
+        for config, count in engines
+        if count > 0 and config.in_host_memory
+    ]
     wanted = [f"{count} KV pool{'s' * (count > 1)} of {format_bytes(size)}" for size, count in pools]
     flags = ["--kv-cache-memory"] * bool(pools)
     num_bytes = sum(size * count for size, count in pools)
