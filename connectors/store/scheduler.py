@@ -217,11 +217,20 @@ class StoreScheduler(SchedulerConnector):
             if wanted >= handoff.num_tokens or not cut.has_windows:  # other ends see another window
                 tails = cut.tails(request.source_key, handoff.num_tokens)
             wanted = min(wanted, handoff.num_tokens)
-        whole = min(len(request.block_keys) * HASH_BLOCK_SIZE, wanted) // cut.hit_tokens * cut.hit_tokens
-        stop = max(whole, start)
+        stop = max(self._end_of_whole(request, wanted), start)
         if tails and stop < wanted and (cut.has_windows or tails[0].start <= stop):
             return _Sources(start, wanted, tails)
         return _Sources(start, stop, [])
+
+    def _end_of_whole(self, request: RequestView, wanted: int) -> int:
+        """Where the last whole value ends that the request wants; or, behind that, the last of its blocks that it wants
+        of a value which it knows. A window's values are blocks already, and a peer stores no more than it hands over.
+        """
+        known, step = len(request.block_keys) * HASH_BLOCK_SIZE, self._cut.hit_tokens
+        end = min(known, wanted) // step * step
+        if self._cut.has_windows or request.kv == "await_peer":
+            return end
+        return max(end, min(known // step * step, wanted // self._block_size * self._block_size))
 
     def _found(self, block_keys: Sequence[bytes], sources: _Sources, *, wanted: bool = True) -> int | None:
         """The end of the longest hit: without a gap in groups without a window, and in the others all that the next
@@ -231,7 +240,8 @@ class StoreScheduler(SchedulerConnector):
         cut = self._cut
         if cut.is_plain:
             begin = start // self._block_size * self._block_size
-            keys = [*cut.whole_keys(block_keys, begin, stop), *(tail.key for tail in tails)]
+            end = stop if tails else -(-stop // cut.hit_tokens) * cut.hit_tokens
+            keys = [*cut.whole_keys(block_keys, begin, end), *(tail.key for tail in tails)]
         else:
             keys = [value.key for value in cut.values_to_load(block_keys, *sources, windowed=False)]
         num_found = self.lookups.num_found(keys, wanted=wanted)

@@ -47,6 +47,19 @@ def test_what_one_has_computed_another_one_loads(connector: str, options: dict[s
         assert answers_of(third) == (ANSWERS, [256, 256, 256])
 
 
+def test_a_prompt_of_whole_values_comes_back_but_for_its_last_block(tmp_path: Path) -> None:
+    """As it would be found in the pool: all but the block of the token that is computed."""
+    prompt = [5 + number % 200 for number in range(512)]
+    options = {"url": f"file://{tmp_path / 'kv'}", "lookup_timeout_s": "60"}
+    found = []
+    for _ in range(2):
+        with make_llm("store", **options) as llm:
+            outputs = [llm.generate([prompt], PARAMS, use_tqdm=False)[0] for _ in range(2)]
+        found.append([output.num_cached_tokens for output in outputs])
+        assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert found == [[0, 496], [496, 496]]
+
+
 def test_llms_of_one_process_read_each_others_memory() -> None:
     with make_llm("shared_memory") as first, make_llm("shared_memory") as second:
         second.set_peers([first.card])

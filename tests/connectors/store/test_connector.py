@@ -10,6 +10,7 @@ from store_rig import (
     FaultyStore,
     MakeEngine,
     RigConnector,
+    chain,
     make_layout,
     prefill,
     random_kv,
@@ -88,6 +89,45 @@ def test_another_request_finds_whole_values_only(make: MakeEngine) -> None:
     blocks = scattered(192, 32)
     assert not other.load(request, blocks, 192).code
     assert torch.equal(other.tokens(blocks, 192), kv[:192])
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize(("block_size", "found"), [(16, 240), (32, 224), (128, 192)])
+def test_of_a_value_that_ends_behind_what_is_wanted_its_first_blocks_are_loaded(
+    make: MakeEngine, block_size: int, found: int, layerwise: bool
+) -> None:
+    """A prompt of four values comes again, and computes its last token."""
+    options = {"layer_groups": "3", "load": "layerwise" if layerwise else "async"}
+    kv, _ = prefill(make("p", **options), 256)
+    engine = make("o", block_size=block_size, **options)
+    request = view("u", num_tokens=256, block_keys=chain(16, "0"))
+    assert engine.ask(request) == found
+    assert engine.ask(request, 128) == found - 128
+    blocks = scattered(256, block_size)
+    engine.start_load(request, blocks, found, layerwise=layerwise)
+    if layerwise:
+        engine.forward()
+        outcomes = engine.reported(request.transfer_key)
+        assert outcomes is not None
+        assert not outcomes[0].code
+    else:
+        assert not engine.wait(request.transfer_key).code
+    assert torch.equal(engine.tokens(blocks, 256)[:found], kv[:found])
+    assert (engine.tokens(blocks, 256)[found:] == -1).all(), "nothing is written behind it"
+
+
+def test_the_first_blocks_of_a_value_that_is_gone_are_not_promised(store: FaultyStore, make: MakeEngine) -> None:
+    engine = make("p")
+    prefill(engine, 256)
+    last = engine.connectors[0].cut.whole_values(chain(16, "0"), 192, 256)[0]
+    request = view("u", num_tokens=256, block_keys=chain(16, "0"))
+    reader = make("o")
+    assert reader.ask(request) == 240
+    store.inner.delete([last.key + engine.connectors[0].cut.suffixes[0]])
+    blocks = scattered(256, 16)
+    outcome = reader.load(request, blocks, 240)
+    assert (outcome.code, outcome.num_tokens) == (KVNotFound.code, 192)
+    assert reader.ask(view("v", num_tokens=256, block_keys=chain(16, "0"))) == 192
 
 
 def test_a_hit_ends_at_the_first_value_that_is_missing(store: FaultyStore, make: MakeEngine) -> None:
