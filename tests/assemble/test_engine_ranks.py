@@ -455,3 +455,26 @@ def test_ranks_that_have_loaded_other_models_are_refused_with_both_identities(
     )
     with pytest.raises(ModelError, match=r"rank 0 has loaded model [0-9a-f]{32}, rank 1 has loaded another"):
         make_engine(tiny_model_dir, 2)
+
+
+def test_the_rank_with_the_fewest_blocks_bounds_the_length_also_with_windows(
+    hf_model: HFModel, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three KV groups takes blocks of its own: fewer tokens fit than the blocks have."""
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    fields = {"initializer_range": 0.2, "sliding_window": 40, "layer_types": layers, "max_position_embeddings": 1024}
+    model = hf_model("ministral", head_dim=16, **fields)
+    wait_to_attach = FirstRank.wait_to_attach
+    monkeypatch.setattr(FirstRank, "wait_to_attach", lambda self, num_blocks, model: wait_to_attach(self, 50, model))
+    sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+    engine = make_engine(model, 2, **sizes)
+    card = engine.core.card
+    assert (card.num_blocks, len(card.layout.windows)) == (50, 3)
+    kv = engine.core.scheduler.kv
+    assert kv.num_at_once(card.max_model_len) <= 50 < kv.num_at_once(card.max_model_len + 16)
+    messages = run(engine.core)
+    expected = run(make_engine(model, 1, **sizes).core)
+    for i in range(len(PROMPTS)):
+        assert output_of(messages, f"a{i}") == output_of(expected, f"a{i}")
+    with pytest.raises(ConfigError, match=r"holds \d+ tokens, but a request may have 1000 \(max_model_len\)"):
+        make_engine(model, 2, **sizes, max_model_len=1000)

@@ -21,7 +21,7 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.connectors.plan import INTERFACE, ConnectorPlan
+from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.reports import ConnectorStats
 
@@ -90,7 +90,7 @@ class RankWorker(WorkerConnector):
 class RankConnector(KVConnector):
     """Found by (engine, rank) in `made`, for tests whose ranks are threads."""
 
-    declares = ConnectorPlan(interface=INTERFACE, kind="store")
+    declares = ConnectorPlan(interface=INTERFACE, kind="store", layouts=CARRIED)
     made: ClassVar[dict[tuple[str, int], RankWorker]] = {}
 
     @classmethod
