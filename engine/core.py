@@ -95,6 +95,13 @@ class EngineCore:
         self._log_limit = LogLimit()
         self._preemption_log_limit = LogLimit()
         self._said_short = False
+        num_at_once = card.num_blocks // scheduler.kv.num_at_once(card.max_model_len)
+        self._room = (
+            f"the KV pool of {format_bytes(card.num_blocks * card.layout.block_bytes * card.tp)} has room for "
+            f"{num_at_once} requests of the longest length, {card.max_model_len} tokens, --max-num-seqs for "
+            f"{card.max_num_seqs}"
+        )
+        logger.info("%s", self._room)
         self._last_step = 0.0
         self._cache_orders = CacheOrders(scheduler.kv, scheduler.external, card.connector)
 
@@ -153,7 +160,9 @@ class EngineCore:
         if self.scheduler.num_preemptions > num_preemptions:
             self._note_preemption(now)
         if self.scheduler.is_short_of_blocks and not self._said_short:
-            self._note_shortage()
+            self._said_short = True
+            text = "requests wait for KV blocks: %s; a larger --kv-cache-memory lets more run at once"
+            logger.warning(text, self._room)
         for new in plan.new:
             self.requests[new.key].begins(now)
         self._book.fail_rejected()
@@ -167,17 +176,6 @@ class EngineCore:
         if request is not None and self._preemption_log_limit.passes(now):
             text = "request %s waits again: no KV block was left for more urgent ones (preemption %d since the start)"
             logger.info(text, request.name, count)
-
-    def _note_shortage(self) -> None:
-        """Say once that requests wait for the pool alone: a larger one may be all that it takes."""
-        self._said_short = True
-        card, kv = self.card, self.scheduler.kv
-        logger.warning(
-            "requests wait for KV blocks though --max-num-seqs lets %d run: the KV pool of %s has room for %d requests "
-            "of the longest length, %d tokens; a larger --kv-cache-memory lets more run at once",
-            card.max_num_seqs, format_bytes(card.num_blocks * card.layout.block_bytes * card.tp),
-            card.num_blocks // kv.num_at_once(card.max_model_len), card.max_model_len,
-        )  # fmt: skip
 
     def finish_step(self, output: StepOutput, now: float) -> None:
         """Update: tokens leave, requests end or are handed off, transfers are settled."""

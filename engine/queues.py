@@ -21,8 +21,7 @@ Lane = Literal["ticket", "handoff", "other"]
 LANES: Sequence[Lane] = ("ticket", "handoff", "other")
 """Of the requests that wait: with a ticket, others that will be handed off, all others."""
 
-_Place = tuple[int, int, Request]  # priority, number of its place within it, request
-_Level = OrderedDict[RequestKey, _Place]
+_Lane = OrderedDict[RequestKey, tuple[int, Request]]  # with the number of a request's place among its equals
 
 
 class Waiting(Collection[Request]):
@@ -31,56 +30,45 @@ class Waiting(Collection[Request]):
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[Lane, dict[int, _Level]] = {lane: {} for lane in LANES}  # by priority
-        self._where: dict[RequestKey, tuple[Lane, int]] = {}
+        self._levels: dict[int, dict[Lane, _Lane]] = {}  # by priority
+        self._lane_of: dict[RequestKey, _Lane] = {}
         self._numbers = count(1)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._lane_of)
 
     def __iter__(self) -> Iterator[Request]:
         return self._iterate(LANES)
 
     def __contains__(self, request: object) -> bool:
-        return isinstance(request, Request) and request.key in self._where
+        return isinstance(request, Request) and request.key in self._lane_of
 
     def first(self, most: int, lanes: Sequence[Lane] = LANES) -> list[Request]:
         """So many of these lanes, at most, in their order."""
         return list(islice(self._iterate(lanes), most))
 
-    def add(self, request: Request, *, before_equals: bool = False) -> None:
-        """Queue a request in its lane, behind its equals or before them."""
-        number = next(self._numbers)
-        self._put(request, -number if before_equals else number, before_equals)
+    def add(self, request: Request, *, number: int = 0, before_equals: bool = False) -> None:
+        """Queue a request in its lane, behind its equals or before them; `number`: of a place that it had before."""
+        name: Lane = "ticket" if request.ticket is not None else "handoff" if request.kv == "handoff" else "other"
+        lane = self._levels.setdefault(_priority(request), {each: OrderedDict() for each in LANES})[name]
+        number = number or next(self._numbers) * (-1 if before_equals else 1)
+        lane[request.key], self._lane_of[request.key] = (number, request), lane
+        lane.move_to_end(request.key, last=not before_equals)
 
     def remove(self, request: Request) -> int:
         """It waits no longer. Returns the number of its place."""
-        lane, priority = self._where.pop(request.key)
-        levels = self._lanes[lane]
-        _, number, _ = levels[priority].pop(request.key)
-        if not levels[priority]:
-            del levels[priority]
-        return number
+        return self._lane_of.pop(request.key).pop(request.key)[0]
 
     def got_ticket(self, request: Request) -> None:
         """It has a ticket from now on; no matter whether it waits."""
-        if request in self and self._where[request.key][0] == "handoff":
-            self._put(request, self.remove(request), False)
-
-    def _put(self, request: Request, number: int, before_equals: bool) -> None:
-        lane: Lane = "ticket" if request.ticket is not None else "handoff" if request.kv == "handoff" else "other"
-        priority = _priority(request)
-        level = self._lanes[lane].setdefault(priority, OrderedDict())
-        level[request.key] = (priority, number, request)
-        level.move_to_end(request.key, last=not before_equals)
-        self._where[request.key] = lane, priority
+        if request in self:
+            self.add(request, number=self.remove(request))
 
     def _iterate(self, lanes: Sequence[Lane]) -> Iterator[Request]:
-        return (request for _, _, request in merge(*(self._places_of(self._lanes[lane]) for lane in lanes)))
-
-    def _places_of(self, levels: dict[int, _Level]) -> Iterator[_Place]:
-        for priority in sorted(levels):
-            yield from levels[priority].values()
+        for priority, level in sorted(self._levels.items()):
+            yield from (request for _, request in merge(*(level[lane].values() for lane in lanes)))
+            if not any(level.values()):
+                del self._levels[priority]
 
 
 class Queues:
@@ -104,10 +92,6 @@ class Queues:
     def has_place(self) -> bool:
         """Whether the workers' batch takes another request."""
         return self._num_places_taken < self._max_num_seqs
-
-    def add(self, request: Request) -> None:
-        """Queue a new request: by priority (lower first), then in order of arrival."""
-        self.waiting.add(request)
 
     def run(self, request: Request) -> None:
         """The request is one of the running from now on, behind its equals."""

@@ -3,7 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf
 
 from pdkv.base.log_fields import RequestName
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 4096
 """Aborts that overtook their Submit, and ended attempts, that are remembered."""
-
-_FEW_DEADLINES = 64
 
 _FAILURE_LEVELS = dict.fromkeys((RequestTimeout.code, InvalidRequest.code, GrammarGivenUp.code), logging.INFO)
 """Of the log line of a request that failed: those are the client's doing, as far as an engine can tell."""
@@ -265,11 +263,9 @@ class RequestBook:
 
     def _watch(self, request: Request) -> None:
         """Its deadline counts. Those of requests that are over go when they are the most."""
-        if request.deadline < inf:
-            heappush(self._deadlines, (request.deadline, request.key))
-        if len(self._deadlines) > 2 * len(self.live) + _FEW_DEADLINES:
-            self._deadlines = [(r.deadline, r.key) for r in self.live.values() if r.deadline < inf]
-            heapify(self._deadlines)
+        heappush(self._deadlines, (request.deadline, request.key))
+        if len(self._deadlines) > 2 * len(self.live) + 64:
+            self._deadlines = sorted((request.deadline, request.key) for request in self.live.values())
 
 
 def _failed(key: RequestKey, error: PdkvError) -> Failed:

@@ -72,9 +72,6 @@ Admission = Literal["admitted", "skipped", "capped", "blocked"]
 _PASSING: Mapping[Admission, Sequence[Lane]] = {"capped": ("ticket", "other"), "blocked": ("ticket",)}
 """Who may pass a request that waits for room."""
 
-_LOOK = 64
-"""Waiting requests that a step looks at beside as many as it may have."""
-
 
 class Scheduler:
     """Queues and counters of one engine. Single-threaded; touches no socket, clock or tensor."""
@@ -221,7 +218,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A new request comes."""
         self.trials.add(request)
-        self.queues.add(request)
+        self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """The request ends here and gives everything back; what may still be written is quarantined."""
@@ -347,7 +344,7 @@ class Scheduler:
         Behind a hand-off that the role's cap holds back no other one may, or a big prompt would never get its turn.
         """
         self.is_short_of_blocks = False
-        lanes, most = list(LANES), self.limits.max_num_seqs + _LOOK
+        lanes, most = list(LANES), self.limits.max_num_seqs + 64  # beside who may be skipped
         seen: set[RequestKey] = set()
         candidates = iter(self.waiting.first(most))
         while budget > 0 and self.queues.has_place and (request := next(candidates, None)) is not None:

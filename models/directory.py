@@ -39,10 +39,6 @@ _OTHER_THINGS: Mapping[str, str] = {
 }
 
 
-LOADED_RATIO = 2
-"""Bytes that an engine may take for a byte of weights: of bfloat16 in float32, or in a kernel's order beside others."""
-
-
 class AddedToken(msgspec.Struct, frozen=True):
     """A token beside a tokenizer's vocabulary, as `tokenizers.AddedToken` takes it."""
 
@@ -251,9 +247,9 @@ class ModelDirectory:
         return named
 
 
-def weight_bytes(directory: Path) -> int:
-    """Size of its files of weights; 0 where there are none."""
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+def loaded_bytes(directory: Path) -> int:
+    """What an engine may take for its weights: twice the files', as bfloat16 takes in float32. 0: there are none."""
+    return 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def read_text(file: Path) -> str:

@@ -12,7 +12,6 @@ import logging
 import mmap
 import os
 import threading
-from sys import maxsize
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -46,7 +45,6 @@ _TOUCH_BYTES = 4 * 1024 * 1024  # per call, so that a stop or a waiting load is 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11's fcntl lacks it
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-_BYTES_OF_BLOCK = 512  # of st_blocks
 _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _LINK_PREFIX = "/memfd:pdkv:"
 
@@ -61,6 +59,7 @@ class ArenaHeader(msgspec.Struct, frozen=True):
     layout: KVLayout
     num_blocks: int
     hash_block_size: int
+    reserved: bool = True  # whether all of the pool has memory from the start
 
 
 _headers = msgspec.msgpack.Decoder(ArenaHeader)
@@ -150,7 +149,7 @@ class Arena:
         pid = os.getpid()
         start_time = process_start_time(pid)
         assert start_time is not None
-        header = ArenaHeader(engine, epoch, pid, start_time, layout, num_blocks, HASH_BLOCK_SIZE)
+        header = ArenaHeader(engine, epoch, pid, start_time, layout, num_blocks, HASH_BLOCK_SIZE, reserves)
         _write_header(self._memory, header)
         self.address = ArenaAddress(
             host_id(), pid, header.start_time, self._fd, os.fstat(self._fd).st_ino, self.shape.size
@@ -235,10 +234,7 @@ class Arena:
 class PeerArena:
     """A reader's view of a peer's arena. Freed when nobody refers to it, so a copy in flight keeps it mapped."""
 
-    def __init__(
-        self, memory: mmap.mmap, header: ArenaHeader, address: ArenaAddress, num_taken_bytes: int = maxsize
-    ) -> None:
-        """`num_taken_bytes`: of the pool, so much had memory when it was opened."""
+    def __init__(self, memory: mmap.mmap, header: ArenaHeader, address: ArenaAddress) -> None:
         self.header = header
         self.address = address
         self.shape = ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None)
@@ -250,7 +246,6 @@ class PeerArena:
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only; no rows where a device has them
         self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
         self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
-        self._num_taken_bytes = num_taken_bytes
         self.pool: torch.Tensor | None = None  # where a device has it, once it is mapped
 
     def check_owner(self) -> None:
@@ -271,11 +266,11 @@ class PeerArena:
             raise PeerGone(f"engine {self.header.engine}: process {address.pid} has closed its arena")
 
     def map_ahead(self) -> bool:
-        """Map the pool's next pages that had memory when it was opened; False: there are no more.
+        """Map the pool's next pages; False: there are no more, or they have no memory before they are used.
 
         So the first read of a block runs at full speed, and resident memory does not creep up with the blocks read.
         """
-        if self.num_mapped_bytes >= min(self.data.nbytes, self._num_taken_bytes):
+        if self.num_mapped_bytes >= self.data.nbytes or not self.header.reserved:
             return False
         done = _advise(self.data, self.num_mapped_bytes, _TOUCH_BYTES, _MADV_POPULATE_READ)
         self.num_mapped_bytes = self.num_mapped_bytes + _TOUCH_BYTES if done else self.data.nbytes
@@ -304,7 +299,7 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
     except OSError as error:
         raise _open_error(f"engine {engine}: process {address.pid} cannot be reached", error) from error
     try:
-        num_taken_bytes = _check_identity(fd, address, engine)
+        _check_identity(fd, address, engine)
         memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
         raise _open_error(f"engine {engine}: its arena cannot be mapped", error) from error
@@ -318,12 +313,11 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
         raise IncompatiblePeers(
             f"engine {engine}: its arena has (layout, blocks) {said!r}, its card says {meant!r}: restart that engine"
         )
-    shape = ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None)
-    if shape.size != address.size:
+    if ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None).size != address.size:
         raise IncompatiblePeers(
             f"engine {engine}: an arena of {address.size} bytes has another shape than its header's"
         )
-    return PeerArena(memory, header, address, num_taken_bytes - shape.data_offset)
+    return PeerArena(memory, header, address)
 
 
 def _open_error(what: str, error: OSError) -> TransferError:
@@ -332,10 +326,8 @@ def _open_error(what: str, error: OSError) -> TransferError:
     return kind(f"{what}: {error.strerror}")
 
 
-def _check_identity(fd: int, address: ArenaAddress, engine: str) -> int:
-    """The open file is the very memfd of the card; it cannot shrink under the mapping, and only its owner writes it.
-    Returns how many of its bytes have memory.
-    """
+def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
+    """The open file is the very memfd of the card; it cannot shrink under the mapping, and only its owner writes it."""
     status = os.fstat(fd)
     start_time = process_start_time(address.pid)
     if start_time is None:
@@ -345,7 +337,6 @@ def _check_identity(fd: int, address: ArenaAddress, engine: str) -> int:
         raise PeerGone(f"engine {engine}: process {address.pid} is another one now (inode, size, start time: {found})")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise IncompatiblePeers(f"engine {engine}: its arena is not sealed")
-    return status.st_blocks * _BYTES_OF_BLOCK
 
 
 def _advise(data: Bytes, offset: int, num_bytes: int, advice: int) -> bool:

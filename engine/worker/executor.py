@@ -1,6 +1,5 @@
 """Executors run the steps of an engine on its ranks. In-process: one rank, on the thread that calls."""
 
-import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -41,8 +40,6 @@ from pdkv.models.shard import WHOLE, Shard
 from pdkv.models.weight_files import WeightFiles
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.wire.kv import EngineCard, KVLayout
-
-logger = logging.getLogger(__name__)
 
 
 class Ended(NamedTuple):
@@ -303,9 +300,6 @@ class InProcessExecutor(ModelExecutor):
         sizes = self._max_num_batched_tokens, self._hit_tokens
         self.num_blocks = num_blocks
         self.max_model_len = length_that_fits(self._config, self.layout, num_blocks, self.max_model_len, *sizes)
-        each = num_held_at_once(self.layout.windows, self.max_model_len, self.layout.block_size, *sizes)
-        text = "room for %d requests of the longest length, %d tokens, at once; --max-num-seqs lets %d run"
-        logger.info(text, num_blocks // each, self.max_model_len, self._config.max_num_seqs)
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
         if kv_pool is None:

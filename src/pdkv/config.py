@@ -25,16 +25,13 @@ from pdkv.base.secret_options import without_secrets
 from pdkv.errors import ConfigError
 from pdkv.grammar.options import GrammarOptions
 from pdkv.host.cuda_devices import count_cuda_devices
+from pdkv.host.memory_limits import LEAST_POOL_BYTES
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 """The embedded model: what is served when no --model is given."""
 
 PACED = "paced:"
 """With it begins the `model` of engines that compute nothing and wait as long as a profile says (docs/testing.md)."""
-
-DEFAULT_HOST_KV_BYTES = 256 << 20
-"""The least KV pool of an engine that computes on the CPU and was told no size."""
-
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 """Of a GPU's memory, for all engines on it together that were told no share of their own."""
@@ -187,7 +184,7 @@ class EngineConfig(ModelFiles):
     @property
     def host_kv_bytes(self) -> int:
         """KV pool of the engine, all ranks together, where it computes on the CPU; if it sizes itself, at most."""
-        return self.kv_cache_memory or self.max_kv_cache_memory or DEFAULT_HOST_KV_BYTES
+        return self.kv_cache_memory or self.max_kv_cache_memory or LEAST_POOL_BYTES
 
     @property
     def sizes_itself(self) -> bool:

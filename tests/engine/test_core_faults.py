@@ -60,14 +60,14 @@ def test_an_error_in_a_message_s_handling_fails_its_request_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     core = make_core()
-    add = core.scheduler.queues.add
+    add = core.scheduler.waiting.add
 
     def poisoned(request: object) -> None:
         if request.submit.request_id == "poison":  # type: ignore[attr-defined]
             raise IndexError("x" * 10_000)
         add(request)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(core.scheduler.queues, "add", poisoned)
+    monkeypatch.setattr(core.scheduler.waiting, "add", poisoned)
     core.handle_guarded("r", submit(PROMPT, request_id="a"), 0.0)
     with caplog.at_level(logging.CRITICAL):
         core.handle_guarded("r", submit(PROMPT, request_id="poison"), 0.0)
@@ -86,7 +86,7 @@ def test_a_lost_rank_is_not_one_message_s_fault(monkeypatch: pytest.MonkeyPatch)
     def lost(request: object) -> None:
         raise RankGone("rank 1 is gone")
 
-    monkeypatch.setattr(core.scheduler.queues, "add", lost)
+    monkeypatch.setattr(core.scheduler.waiting, "add", lost)
     with pytest.raises(RankGone):
         core.handle_guarded("r", submit(PROMPT), 0.0)
 

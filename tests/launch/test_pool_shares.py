@@ -11,13 +11,13 @@ import pytest
 from small_models import make_hf_model
 
 from pdkv.assemble.engine import build_engine
-from pdkv.config import DEFAULT_HOST_KV_BYTES, EngineConfig, HandoffConfig, TiersConfig
+from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.executor import InProcessExecutor
 from pdkv.errors import ConfigError
 from pdkv.host import memory_limits
-from pdkv.host.memory_limits import MemoryBound
+from pdkv.host.memory_limits import LEAST_POOL_BYTES, MemoryBound
 from pdkv.launch.devices import keep_devices
 from pdkv.launch.plan import check_memory, place_on_hardware
 from pdkv.launch.specs import EngineSpec
@@ -70,7 +70,7 @@ def test_weights_come_before_pools(gibs: list[float], tmp_path: Path) -> None:
 
 def test_on_a_small_host_each_has_what_an_engine_always_had(gibs: list[float]) -> None:
     gibs[0] = 3.0
-    assert set(shares([engine(str(i)) for i in range(8)]).values()) == {DEFAULT_HOST_KV_BYTES / GIB}
+    assert set(shares([engine(str(i)) for i in range(8)]).values()) == {LEAST_POOL_BYTES / GIB}
     config = EngineConfig(device="cpu")
     check_memory([(config, 8)])
     check_memory([(dataclasses.replace(config, max_kv_cache_memory=64 * GIB), 8)])
@@ -101,21 +101,17 @@ def model(tmp_path: Path) -> Path:
     return make_hf_model(tmp_path / "model", "llama", "float32")
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_bytes", "num_blocks"), [(5, GIB, 5 * 64), (500, 12 << 20, 1024)], ids=["useful", "bound"]
+)
 def test_a_pool_that_sizes_itself_holds_no_more_than_a_full_step_of_the_longest_requests(
-    model: Path, caplog: pytest.LogCaptureFixture
+    model: Path, max_num_seqs: int, max_bytes: int, num_blocks: int
 ) -> None:
-    caplog.set_level(logging.INFO)
-    for max_num_seqs, max_bytes, num_blocks, at_once in ((5, GIB, 320, 5), (500, 12 << 20, 1024, 16)):
-        config = EngineConfig(
-            model=model, device="cpu", threads=1, max_num_seqs=max_num_seqs, max_kv_cache_memory=max_bytes
-        )
-        executor = InProcessExecutor(load_model_config(model), config, max_num_batched_tokens=500)
-        assert executor.num_blocks == num_blocks
-        executor.shutdown()
-        assert (
-            f"room for {at_once} requests of the longest length, 1024 tokens, at once; --max-num-seqs lets "
-            f"{max_num_seqs} run" in caplog.text
-        )
+    fields = {"max_num_seqs": max_num_seqs, "max_kv_cache_memory": max_bytes}
+    config = EngineConfig(model=model, device="cpu", threads=1, **fields)
+    executor = InProcessExecutor(load_model_config(model), config, max_num_batched_tokens=500)
+    assert executor.num_blocks == num_blocks
+    executor.shutdown()
 
 
 def resident_bytes() -> int:
@@ -143,15 +139,20 @@ def test_a_pool_that_sizes_itself_takes_the_memory_that_it_uses(built: Any) -> N
     assert core.counters.computed == 3
 
 
-def test_an_engine_whose_requests_wait_for_its_pool_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+ROOM = "the KV pool of 2 KiB has room for 1 requests of the longest length, 40 tokens, --max-num-seqs for 4"
+
+
+def test_an_engine_says_what_its_pool_holds_and_once_that_requests_wait_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
     core = make_core(num_blocks=16, limits=SchedulerLimits(4, 64), max_model_len=40)
     for i in range(4):
         core.handle("r", submit([5 + i] * 20, request_id=str(i), max_tokens=12), 0.0)
     run(core)
-    assert [record.getMessage() for record in caplog.records if "--kv-cache-memory" in record.getMessage()] == [
-        "requests wait for KV blocks though --max-num-seqs lets 4 run: the KV pool of 2 KiB has room for 1 requests of "
-        "the longest length, 40 tokens; a larger --kv-cache-memory lets more run at once"
-    ]
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if "KV pool" in record.getMessage()]
+    warning = f"requests wait for KV blocks: {ROOM}; a larger --kv-cache-memory lets more run at once"
+    assert said == [("INFO", ROOM), ("WARNING", warning)]
 
 
 def test_an_engine_whose_places_are_all_taken_says_nothing_of_its_pool(caplog: pytest.LogCaptureFixture) -> None:

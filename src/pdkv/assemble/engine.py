@@ -13,7 +13,7 @@ import msgspec
 from pdkv.assemble.core import build_core
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.version import VERSION
-from pdkv.config import DEFAULT_HOST_KV_BYTES, EngineConfig, HandoffConfig, is_paced, paced_part
+from pdkv.config import EngineConfig, HandoffConfig, is_paced, paced_part
 from pdkv.connectors.base import Built, ConnectorConfig, KVConnectorMetadata, SchedulerConnector
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.plan import NO_PLAN, ConnectorPlan
@@ -33,7 +33,7 @@ from pdkv.grammar.matching.host import GrammarHost
 from pdkv.host.memory_limits import check_host_memory, share_for_pools
 from pdkv.kernels.compiled import load_all
 from pdkv.models.config import ModelConfig, load_model_config
-from pdkv.models.directory import LOADED_RATIO, weight_bytes
+from pdkv.models.directory import loaded_bytes
 from pdkv.models.identity import ModelSource
 from pdkv.models.parallel import ALONE, DeviceRanks, TensorParallel, join_ranks
 from pdkv.models.parallel_symmetric import over_symmetric_memory
@@ -89,8 +89,7 @@ class _Plan(NamedTuple):
     ) -> "_Plan":
         """Raises ConfigError: a model directory that is missing, broken or not supported, an unknown processor."""
         if config.sizes_itself and config.max_kv_cache_memory is None:  # no launch has shared the host's memory out
-            share = share_for_pools(1, LOADED_RATIO * weight_bytes(config.model), DEFAULT_HOST_KV_BYTES)
-            config = replace(config, max_kv_cache_memory=share)
+            config = replace(config, max_kv_cache_memory=share_for_pools(1, loaded_bytes(config.model)))
         model = resolve_fp8(
             config,
             load_model_config(config.model, config.max_model_len, config.ignore_config_fields),

@@ -16,8 +16,8 @@ RESERVE_FRACTION = 0.03
 MAX_RESERVE_BYTES = 1 << 30
 """What is left to everything else: 3 % of what is available, at most 1 GiB."""
 
-_POOLS_PART = 4
-"""Of what is available, one part in so many is for KV pools that nobody gave a size."""
+LEAST_POOL_BYTES = 256 << 20
+"""KV pool, at least, of an engine that computes on the CPU and was told no size."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
@@ -58,15 +58,11 @@ def check_host_memory(num_bytes: int, what: str) -> None:
         )
 
 
-def share_for_pools(num_pools: int, num_taken_bytes: int, least: int) -> int:
-    """Bytes that each of `num_pools` KV pools may have which nobody gave a size: at least `least`.
-
-    Args:
-        num_taken_bytes: of what is available now, what others will take.
-    """
+def share_for_pools(num_pools: int, num_taken_bytes: int) -> int:
+    """Bytes of each of so many KV pools without a given size: a quarter of what is available and others do not take."""
     bound = available_memory()
-    usable = 0 if bound is None else max(bound.usable_bytes - num_taken_bytes, 0)
-    return max(usable // _POOLS_PART // num_pools, least)
+    usable_bytes = 0 if bound is None else bound.usable_bytes - num_taken_bytes
+    return max(usable_bytes // 4 // num_pools, LEAST_POOL_BYTES)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -72,13 +73,13 @@ def place_on_devices(specs: Sequence[EngineSpec], running: Iterable[EngineSpec] 
 
 def keep_devices(spec: EngineSpec, before: EngineSpec) -> EngineSpec:
     """An engine that takes another one's place, on its devices and with its share of their memory, or the host's."""
-    moved = _replace(spec, before.config.devices, before.config.gpu_memory_utilization)
-    return with_pool_bound(moved, before.config.max_kv_cache_memory)
+    names = ("devices", "gpu_memory_utilization", "max_kv_cache_memory")
+    return with_options(spec, **{name: getattr(before.config, name) for name in names})
 
 
-def with_pool_bound(spec: EngineSpec, num_bytes: int | None) -> EngineSpec:
-    """The engine, whose pool, if it sizes itself, takes so much at most."""
-    return msgspec.structs.replace(spec, config=dataclasses.replace(spec.config, max_kv_cache_memory=num_bytes))
+def with_options(spec: EngineSpec, **fields: Any) -> EngineSpec:
+    """The engine with these values in its configuration."""
+    return msgspec.structs.replace(spec, config=dataclasses.replace(spec.config, **fields))
 
 
 def _allowed(engine: EngineSpec, devices: Sequence[_Device]) -> Sequence[_Device]:
@@ -106,9 +107,5 @@ def _choose(spec: EngineSpec, devices: Sequence[_Device]) -> list[_Device]:
 
 def _placed(spec: EngineSpec, devices: Sequence[_Device]) -> EngineSpec:
     share = spec.config.gpu_memory_utilization or min(device.share for device in devices)
-    return _replace(spec, ",".join(str(device.number) for device in devices), share)
-
-
-def _replace(spec: EngineSpec, devices: str | None, gpu_memory_utilization: float | None) -> EngineSpec:
-    config = dataclasses.replace(spec.config, devices=devices, gpu_memory_utilization=gpu_memory_utilization)
-    return msgspec.structs.replace(spec, config=config)
+    numbers = ",".join(str(device.number) for device in devices)
+    return with_options(spec, devices=numbers, gpu_memory_utilization=share)

@@ -5,18 +5,18 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from pdkv.config import DEFAULT_HOST_KV_BYTES, DEFAULT_MODEL, EngineConfig, TiersConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, TiersConfig
 from pdkv.errors import ConfigError
-from pdkv.host.memory_limits import check_host_memory, format_bytes, share_for_pools
+from pdkv.host.memory_limits import LEAST_POOL_BYTES, check_host_memory, format_bytes, share_for_pools
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import default_threads, split_cpu_bind
-from pdkv.launch.devices import place_on_devices, with_pool_bound
+from pdkv.launch.devices import place_on_devices, with_options
 from pdkv.launch.host_memory import DIRECTORY
 from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet
-from pdkv.models.directory import LOADED_RATIO, weight_bytes
+from pdkv.models.directory import loaded_bytes
 from pdkv.models.hub import hub_name
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.router.spec import RouterSpec
@@ -125,23 +125,16 @@ def place_on_hardware(
     host tiers and weights. Raises ConfigError as `place_on_devices` does.
 
     Args:
-        running: engines that have their place; their pools that size themselves may still take all that they may have.
-        num_promised_bytes: what others that run may still take.
+        running: engines that have their place. What pools have that sized themselves may still be taken as a whole,
+            and `num_promised_bytes` beside them.
     """
-    running = list(running)
-    placed = place_on_devices(specs, running)
-    sharing = [spec.config for spec in placed if spec.config.sizes_itself]
-    others = [spec.config for spec in placed if spec.config.in_host_memory and not spec.config.sizes_itself]
-    others += [spec.config for spec in running if spec.config.sizes_itself]
-    taken = num_promised_bytes + sum(config.host_kv_bytes for config in others)
-    taken += sum((tiers.kv_host_memory or 0) + LOADED_RATIO * weight_bytes(spec.config.model) for spec in placed)
-    share = share_for_pools(max(len(sharing), 1), taken, DEFAULT_HOST_KV_BYTES)
-    return [
-        with_pool_bound(spec, min(share, spec.config.max_kv_cache_memory or share))
-        if spec.config.sizes_itself
-        else spec
-        for spec in placed
-    ]
+    placed, running = place_on_devices(specs, running), list(running)
+    given = [spec for spec in placed if spec.config.in_host_memory and not spec.config.sizes_itself]
+    given += [spec for spec in running if spec.config.sizes_itself]
+    taken = num_promised_bytes + sum(spec.config.host_kv_bytes for spec in given)
+    taken += sum((tiers.kv_host_memory or 0) + loaded_bytes(spec.config.model) for spec in placed)
+    share = share_for_pools(max(sum(spec.config.sizes_itself for spec in placed), 1), taken)
+    return [with_options(s, max_kv_cache_memory=min(share, s.config.max_kv_cache_memory or share)) for s in placed]
 
 
 def check_memory(
@@ -154,7 +147,7 @@ def check_memory(
         num_promised_bytes: what others that run may still take.
     """
     pools = [
-        (config.kv_cache_memory or min(config.host_kv_bytes, DEFAULT_HOST_KV_BYTES), count)
+        (config.kv_cache_memory or min(config.host_kv_bytes, LEAST_POOL_BYTES), count)
         for config, count in engines
         if count > 0 and config.in_host_memory
     ]
