@@ -72,7 +72,7 @@ demo serve test: export PYTHONDONTWRITEBYTECODE =
 
 # Whole files go to the processes, the longest first (tests/conftest.py).
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not gpu and not slow"
 
 # The suite N=3 times beside so many processes that compute (LOAD=6; none unless said), or with processes of its
 # deployments stopped for a second now and then (STOPS=1): lists every test that failed once. A run whose report is in
@@ -85,13 +85,14 @@ planted: install
 	cd tests/harness && $(abspath $(BIN))/python -m planted
 
 # Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out: it is
-# marked slow. Takes an hour on two cores.
+# marked slow; and more examples of what is drawn at random. Takes an hour on two cores.
 matrix: install
 	mkdir -p .bench && rm -f .bench/matrix.txt
 	MATRIX_RESULTS=$(abspath .bench/matrix.txt) \
 		$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/matrix
 	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
 	$(BIN)/python -m pytest -n 2 --dist load -m "slow and not gpu" --ignore tests/matrix
+	EXAMPLES=20 $(BIN)/python -m pytest -n 2 --dist load -m "hypothesis and not gpu"
 
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many damaged transfers of each kind, on each
 # way and for all ranks (TRIALS=1000), so many schedules of the hand-off state machine at each number of steps ahead

@@ -22,6 +22,9 @@ from pdkv.testing.deployment import Deployment
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+EXAMPLES = int(os.environ.get("EXAMPLES", "1"))
+"""So many times the random cases of tests whose cases cost much; `make matrix` has more."""
+
 hypothesis.settings.register_profile("pdkv", deadline=None)  # how long an example takes is up to the machine
 hypothesis.settings.load_profile("pdkv")
 

@@ -16,7 +16,7 @@ from doors import documented_doors, doors_of
 from nixl_rig import HAS_NIXL
 from soak.strangers import besiege, heap_of, run_directories_of
 
-CROWD = 50
+CROWD = 25
 PUSH = ("--connector", "multi", "--connector-config", "connectors=p2p,shared_memory")
 CONNECTORS = {
     "push": PUSH,

@@ -11,8 +11,6 @@ import pytest
 from deployments import Launch
 from traffic import stop_process
 
-pytestmark = pytest.mark.usefixtures("real_pd")
-
 GATED_CONNECTOR = """
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
@@ -48,6 +46,7 @@ def gate(tmp_path: Path) -> Iterator[tuple[int, list[str], dict[str, str]]]:
     os.close(end)
 
 
+@pytest.mark.usefixtures("real_pd")
 def test_health_is_503_until_the_ready_line_and_200_from_then_on(
     launch: Launch, gate: tuple[int, list[str], dict[str, str]]
 ) -> None:
@@ -76,6 +75,7 @@ def test_a_kill_during_the_start_leaves_no_process(launch: Launch, gate: tuple[i
     assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("real_pd")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_with_0_while_a_stream_runs(launch: Launch, number: signal.Signals) -> None:
     deployment = launch("--prefill", "1", "--decode", "1", "--drain-s", "0")
@@ -91,6 +91,7 @@ def test_a_signal_ends_it_with_0_while_a_stream_runs(launch: Launch, number: sig
     assert said.index("stopping") < said.index("stopped")
 
 
+@pytest.mark.usefixtures("real_pd")
 def test_a_killed_launcher_leaves_no_process_that_was_stopped(launch: Launch) -> None:
     """F24: what is stopped cannot see that the launcher is gone, so the kernel continues it."""
     deployment = launch("--prefill", "1", "--decode", "1")

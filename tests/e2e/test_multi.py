@@ -44,5 +44,5 @@ def test_tokens_over_shared_memory_and_a_store(workload: Workload, tmp_path: Pat
 def test_tokens_over_a_push_and_what_finds_content(workload: Workload, tmp_path: Path, other: str) -> None:
     """Hand-offs go by the push; what was computed before is found by the other one."""
     own = {"shared_storage__path": f"{tmp_path}/kv"} if other == "shared_storage" else {}
-    with deployed(workload, *TOPOLOGIES["2P2D"], *CHUNKED, *multi("p2p", other, **own)) as deployment:
+    with deployed(workload, *TOPOLOGIES["1P1D"], *CHUNKED, *multi("p2p", other, **own)) as deployment:
         run_twice(deployment, workload)

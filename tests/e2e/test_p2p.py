@@ -41,7 +41,6 @@ def test_small_pools_on_both_sides(workload: Workload, order: str) -> None:
         run_twice_preempted(deployment, workload)
 
 
-@pytest.mark.usefixtures("real_pd")
 @pytest.mark.parametrize(
     ("ranks", "order"),
     [pytest.param(("2", "1"), "needs_peer_first", marks=pytest.mark.slow), (("1", "2"), "concurrent")],

@@ -61,8 +61,8 @@ def workload(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Workl
     scope="module",
     params=[
         pytest.param(AGGREGATED, id="aggregated", marks=pytest.mark.slow),
-        pytest.param(TOPOLOGIES["1P1D"], id="1P1D", marks=pytest.mark.slow),
-        pytest.param((*TOPOLOGIES["2P4D"], *CHUNKED), id="2P4D-chunked"),
+        pytest.param((*TOPOLOGIES["1P1D"], *CHUNKED), id="1P1D-chunked"),
+        pytest.param((*TOPOLOGIES["2P4D"], *CHUNKED), id="2P4D-chunked", marks=pytest.mark.slow),
     ],
 )
 def deployment(request: pytest.FixtureRequest, workload: Workload) -> Iterator[Running]:
@@ -93,7 +93,10 @@ def computed(books: Books) -> int:
     return sum(books.sources(role)["computed"] for role in books.roles)
 
 
-@pytest.mark.parametrize("flags", [AGGREGATED, TOPOLOGIES["2P1D"]], ids=["aggregated", "2P1D"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(AGGREGATED, id="aggregated", marks=pytest.mark.slow), pytest.param(TOPOLOGIES["2P1D"], id="2P1D")],
+)
 def test_seeded_tokens_under_preemption(workload: Workload, model_dir: Path, flags: tuple[str, ...]) -> None:
     aggregated = flags == AGGREGATED
     with deployed(workload, *flags, *(SMALL_DECODE_POOL if aggregated else PREEMPTING)) as deployment:

@@ -119,7 +119,6 @@ def test_usage_says_what_a_codec_may_have_changed(
     assert books.sources("decode")["computed"] == 0
 
 
-@pytest.mark.usefixtures("real_pd")
 @pytest.mark.slow  # a row of the matrix has them in every run
 def test_tokens_over_tiers(workload: Workload, urls: Callable[[str], str]) -> None:
     tiers = over("store", f"url=memory://tier,{urls('file')}", "capacity=64MiB")

@@ -18,6 +18,9 @@ CHUNKS = {"max_num_batched_tokens": 48, "max_num_seqs": 48, "long_prefill_token_
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
+FEWER = ("llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:]))
+"""Chunks and preemption of every family are in `test_first_pass_and_replay` and `test_logprobs_…`."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -58,7 +61,7 @@ def family(
     return Family(greedy_workload(directory, tmp_path_factory.mktemp(request.param)), oracle(directory))
 
 
-@pytest.mark.parametrize("chunks", [{}, CHUNKS], ids=["whole", "chunked"])
+@pytest.mark.parametrize("chunks", [pytest.param({}, marks=pytest.mark.slow), CHUNKS], ids=["whole", "chunked"])
 def test_first_pass_and_replay(family: Family, chunks: dict[str, int]) -> None:
     with family.llm(**chunks) as llm:
         first, replay = (family.check(llm) for _ in range(2))
@@ -67,6 +70,7 @@ def test_first_pass_and_replay(family: Family, chunks: dict[str, int]) -> None:
     assert num_cached[1] > num_cached[0]
 
 
+@pytest.mark.parametrize("family", FEWER, indirect=True)
 def test_preemption(family: Family) -> None:
     with family.llm(**family.small_pool) as llm:
         family.check(llm)
@@ -76,6 +80,7 @@ def test_preemption(family: Family) -> None:
         assert llm._engine.core.scheduler.num_preemptions > num_preemptions
 
 
+@pytest.mark.parametrize("family", FEWER, indirect=True)
 def test_bigger_blocks_and_small_batches(family: Family) -> None:
     with family.llm(
         block_size=32,

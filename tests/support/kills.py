@@ -9,13 +9,13 @@ from deployments import Running
 from serving_checks import settled_books
 from traffic import Answer, Ask, client_of, send, send_all, wait_for_engines, wait_for_rest, wait_until_true
 
-NUM_STREAMS = 12
+NUM_STREAMS, NUM_TOKENS = 12, 160
 PROMPTS = [f"Question {number}: " + "and so on, " * (number % 5 * 8) for number in range(NUM_STREAMS)]
 FEW_TOKENS: dict[str, Any] = {"allowed_token_ids": [67, 68, 69, 70]}
 """What a stream may consist of. Without the compiled attention, who goes on with one computes in tiles what was
 computed token by token, and logits differ in their last bits: of four tokens, next to no draw is another one.
 """
-STREAMS = [Ask(prompt, 250, stream=True, fields=FEW_TOKENS) for prompt in PROMPTS]
+STREAMS = [Ask(prompt, NUM_TOKENS, stream=True, fields=FEW_TOKENS) for prompt in PROMPTS]
 LATER = [Ask(prompt, 20, stream=bool(number % 2), fields=FEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
 """What is asked while the victim is gone and afterwards: the beginnings of the same texts."""
 
@@ -42,7 +42,7 @@ def right_answers(deployment: Running) -> list[list[int]]:
     """The right answers to STREAMS."""
     answers = asyncio.run(send_now(deployment, STREAMS))
     token_ids = [answer.token_ids or [] for answer in answers]
-    assert {len(ids) for ids in token_ids} == {250}
+    assert {len(ids) for ids in token_ids} == {NUM_TOKENS}
     return token_ids
 
 

@@ -12,6 +12,10 @@ from traffic import Answer, Ask, client_of, send
 PROMPTS = tuple(f"{number} What many prompts begin with, some blocks long." for number in range(8))
 
 
+PAUSE_S = 0.05
+"""Of a client between two requests: what is done meanwhile needs the processors, too."""
+
+
 class SteadyLoad:
     """So many clients on a thread of their own, each with one request at a time.
 
@@ -69,6 +73,7 @@ class SteadyLoad:
                         self.answers.append((ask, answer))
                         self._progress.notify_all()
                     turn += 1
+                    await asyncio.sleep(PAUSE_S)
 
             await asyncio.gather(*map(one, range(self._num_clients)))
 

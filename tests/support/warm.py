@@ -4,7 +4,8 @@
 so have those of the launcher's children. They are processes as otherwise: children of whoever starts them, with their
 own arguments, environment, working directory, descriptors, sessions and signals, and they end as interpreters do.
 What an interpreter or a library reads when it is started or loaded cannot be given to one that runs already: where
-the environment says another thing of it than this process's own did, a real one is started.
+the environment says another thing of it than this process's own did, a real one is started. Folders in PYTHONPATH can,
+unless they hold what has been imported.
 """
 
 import atexit
@@ -32,6 +33,8 @@ from pdkv.testing.deployment import MARK
 COMMAND = [sys.executable, "-P", "-m", "pdkv.cli"]
 READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "KMP_", "MKL_", "OPENBLAS_")
 """How variables begin that are read when an interpreter starts or a library is loaded."""
+
+IMPORTED = ("sitecustomize.py", "pdkv")
 
 _MAX_REQUEST_BYTES = 128 * 1024
 _PR_SET_CHILD_SUBREAPER = 36
@@ -79,7 +82,8 @@ class _Warm:
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Whether one that runs already can have this environment."""
-        return _read_at_start({**ENVIRONMENT, **environment}) == _read_at_start(self._environment)
+        same = _read_at_start({**ENVIRONMENT, **environment}) == _read_at_start(self._environment)
+        return same and not any(os.path.exists(f"{folder}/{n}") for folder in _folders(environment) for n in IMPORTED)
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], cwd: str, ends: Sequence[int]) -> int:
         """The pid of a child of this process that runs `pd` with these arguments; `ends` are its first descriptors."""
@@ -112,7 +116,13 @@ def _adopting() -> Iterator[None]:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    return {n: value for n, value in environment.items() if n.startswith(READ_AT_START) and n != "PYTHONPATH"}
+
+
+def _folders(environment: Mapping[str, str]) -> list[str]:
+    """Of PYTHONPATH, those that are not searched yet."""
+    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return [folder for folder in folders if folder and folder not in sys.path]
 
 
 def _main(control_fd: int) -> None:
@@ -181,6 +191,7 @@ def _become_pd(arguments: list[str], environment: dict[str, str], cwd: str, fds:
     ctypes.memmove(libc.getenv(MARK.encode()), mark, len(mark))  # where the kernel reads /proc/PID/environ
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = _folders(environment)
     os.chdir(cwd)
     sys.argv[:] = [importlib.import_module("pdkv.cli").__path__[0] + "/__main__.py", *arguments]
     trace_context._generator.seed()

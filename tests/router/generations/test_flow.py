@@ -31,6 +31,7 @@ from pdkv.wire.messages import (
     Tokens,
 )
 from pdkv.wire.reports import SourceCounts
+from tests.conftest import EXAMPLES
 
 NOW = 100.0
 PAIRS = [
@@ -168,7 +169,7 @@ class World:
 
 
 @pytest.mark.parametrize(("kind", "order"), PAIRS)
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60 * EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_interleaving_ends_with_the_right_tokens_and_without_leases(
     kind: str, order: str, data: st.DataObject

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pdkv.engine.worker.attention import tiles as attention_tiles
 from pdkv.engine.worker.attention.backend import AttentionBackend
 from pdkv.engine.worker.attention.cpu import CpuAttention
+from tests.conftest import EXAMPLES
 
 torch.set_num_threads(1)
 
@@ -79,7 +80,7 @@ def check(
 
 
 @PATHS
-@settings(max_examples=40)
+@settings(max_examples=12 * EXAMPLES)
 @given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES), windows=windows)
 def test_only_owned_kv_counts(
     make: Make,
@@ -123,7 +124,7 @@ def test_a_block_whose_owner_overflowed(make: Make) -> None:
 
 
 @PATHS
-@settings(max_examples=40)
+@settings(max_examples=12 * EXAMPLES)
 @given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES), windows=windows)
 def test_no_token_gets_anything_of_a_later_one(
     make: Make,
@@ -158,7 +159,7 @@ def test_rows_of_products_whose_ends_fill_no_tile_are_apart(make: Make, head_siz
 
 
 @PATHS
-@settings(max_examples=40)
+@settings(max_examples=12 * EXAMPLES)
 @given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES), window=st.integers(1, 60))
 def test_no_token_gets_anything_from_before_its_window(
     make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype, window: int

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdkv.engine.worker.sampling import draw as draw_module
 from pdkv.engine.worker.sampling.draw import DrawParams, draw, exp
 from pdkv.kernels import host
+from tests.conftest import EXAMPLES
 
 needs_compiled_kernel = pytest.mark.skipif(not host.can_draw(), reason="no compiler when pdkv was installed")
 
@@ -92,7 +93,7 @@ def draw_on(num_threads: int, logits: torch.Tensor, params: DrawParams) -> list[
 
 
 @needs_compiled_kernel
-@settings(max_examples=400)
+@settings(max_examples=150 * EXAMPLES)
 @given(cases())
 def test_the_kernel_draws_what_torch_draws(case: tuple[torch.Tensor, DrawParams]) -> None:
     logits, params = case
