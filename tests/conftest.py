@@ -1,5 +1,6 @@
 """Fixtures that several folders share: small random Hugging Face models."""
 
+import atexit
 import gc
 import inspect
 import logging
@@ -73,11 +74,7 @@ def pytest_collection() -> Iterator[object]:
     finally:
         gc.enable()
         gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Libraries complain of what is left when the interpreter ends."""
-    gc.unfreeze()
+        atexit.register(gc.unfreeze)  # libraries complain of what is left when the interpreter ends
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
