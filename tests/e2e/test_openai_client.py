@@ -76,14 +76,6 @@ def test_a_chat_is_its_template_completed(client: OpenAI, spelled: dict[str, Any
     assert chat(client, messages, max_tokens=12, **spelled).choices == reply.choices
 
 
-def test_a_streamed_chat_begins_with_the_role(client: OpenAI) -> None:
-    messages: list[Any] = [{"role": "user", "content": "hi"}]
-    stream = client.chat.completions.create(model="served", messages=messages, max_tokens=3, stream=True)
-    roles = [chunk.choices[0].delta.role for chunk in stream]
-    assert roles[0] == "assistant"
-    assert set(roles[1:]) == {None}
-
-
 def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client: OpenAI) -> None:
     prompt = "x" * 900
     reply = client.chat.completions.create(
@@ -168,28 +160,6 @@ def test_the_end_of_sequence_ignored_and_put_off(client: OpenAI) -> None:
 # --- logprobs and echo --------------------------------------------------------------------------------------------
 
 
-def test_logprobs_of_completions(client: OpenAI) -> None:
-    reply = complete(client, PROMPT, max_tokens=6, logprobs=3, extra_body={"return_token_ids": True})
-    logprobs = reply.only["logprobs"]
-    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 6
-    for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
-        assert value == max(top.values()) < 0.0  # greedy
-        assert len(top) <= 3
-    assert complete(client, PROMPT, max_tokens=6).only.get("logprobs") is None
-
-
-def test_logprobs_of_chat(client: OpenAI, spelled: dict[str, Any]) -> None:
-    reply = chat(client, "hi", max_tokens=6, logprobs=True, top_logprobs=2, **spelled)
-    content = reply.only["logprobs"]["content"]
-    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == reply.only["text"]
-    for entry in content:
-        assert len(entry["top_logprobs"]) == 2
-        assert entry["logprob"] <= entry["top_logprobs"][0]["logprob"]
-        assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
-    bare = chat(client, "hi", max_tokens=6, logprobs=True, **spelled).only["logprobs"]["content"]
-    assert [(e["token"], e["top_logprobs"]) for e in bare] == [(e["token"], []) for e in content]
-
-
 def test_echo_with_and_without_logprobs(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"max_tokens": 24, **spelled, "echo": True}
     plain = complete(client, PROMPT, **fields)
@@ -206,14 +176,6 @@ def test_echo_with_and_without_logprobs(client: OpenAI, text: str, spelled: dict
     assert scored.usage["completion_tokens"] == 0
     values = scored.only["logprobs"]["token_logprobs"]
     assert values[1:] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-3)
-
-
-def test_prompt_logprobs(client: OpenAI) -> None:
-    extra = {"prompt_logprobs": 2}
-    choice = client.completions.create(model="served", prompt="abcd", max_tokens=1, extra_body=extra).choices[0]
-    entries = choice.model_dump()["prompt_logprobs"]
-    assert entries[0] is None
-    assert [sorted(value["rank"] for value in entry.values())[:2] for entry in entries[1:]] == [[1, 2]] * 3
 
 
 # --- sampling -----------------------------------------------------------------------------------------------------
@@ -237,23 +199,6 @@ def test_a_seed_decides_the_text_on_every_engine(client: OpenAI, spelled: dict[s
     assert chat(client, "hi", seed=7, **fields) != chat(client, "hi", seed=8, **fields)
 
 
-@pytest.mark.parametrize("extra", [{"top_k": 1}, {"min_p": 1.0}])
-def test_vllms_filters_can_leave_the_most_likely_token_alone(
-    client: OpenAI, text: str, spelled: dict[str, Any], extra: dict[str, Any]
-) -> None:
-    reply = complete(client, PROMPT, max_tokens=24, **spelled, temperature=1.5, seed=3, extra_body=extra)
-    assert reply.only["text"] == text
-
-
-def test_penalties_change_what_repeats(client: OpenAI, letter_ids: list[int]) -> None:
-    bias = {str(letter_ids[0]): 100, str(letter_ids[1]): 99}
-    fields: dict[str, Any] = {"max_tokens": 8, "logit_bias": bias}
-    plain = complete(client, "x", **fields).only["text"]
-    assert "ab" not in plain
-    for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 2.0}}):
-        assert complete(client, "x", **fields, **penalty).only["text"] != plain
-
-
 # --- the cache ----------------------------------------------------------------------------------------------------
 
 
@@ -275,54 +220,6 @@ def test_a_repeated_prompt_is_cached_but_not_under_another_salt(client: OpenAI) 
     assert cached("yours") == 0
 
 
-# --- models, headers, errors --------------------------------------------------------------------------------------
-
-
-def test_models_and_headers(client: OpenAI, deployment: Running) -> None:
-    assert [model.id for model in client.models.list()] == ["served"]
-    assert client.models.retrieve("served").model_dump()["max_model_len"] == 1024
-    engines = deployment.pids()
-    for stream in (False, True):
-        raw = client.completions.with_raw_response.create(
-            model="served", prompt="x", max_tokens=2, stream=stream, extra_headers={"x-request-id": "mine"}
-        )
-        assert raw.headers["x-request-id"] == "mine"
-        assert raw.headers["x-pd-prefill-engine"] in engines
-        assert raw.headers["x-pd-decode-engine"] in engines
-    messages: list[Any] = [{"role": "user", "content": "x"}]
-    chat_raw = client.chat.completions.with_raw_response.create(model="served", messages=messages, max_tokens=2)
-    assert chat_raw.headers["x-request-id"]
-    assert chat_raw.parse().choices[0].finish_reason
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"best_of": 2}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
-        ({"extra_body": {"kv_transfer_params": {"do_remote_decode": True}}}, "kv_transfer_params"),
-        ({"max_tokens": 2000}, "max_tokens"),
-    ],
-)
-def test_what_is_not_supported_is_named(client: OpenAI, fields: dict[str, Any], param: str) -> None:
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.completions.create(**{"model": "served", "prompt": "x", "stream": stream, **fields})
-        assert refused.value.param == param
-        assert param in refused.value.message
-
-
-def test_an_unknown_model_is_not_found(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="'other'") as refused:
-        client.completions.create(model="other", prompt="x")
-    assert refused.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
 def test_a_tiny_deadline_is_a_timeout_of_the_server(client: OpenAI) -> None:
     with pytest.raises(openai.InternalServerError) as late:
         client.completions.create(
@@ -334,9 +231,9 @@ def test_a_tiny_deadline_is_a_timeout_of_the_server(client: OpenAI) -> None:
 # --- many at once -------------------------------------------------------------------------------------------------
 
 
-def test_64_requests_at_once(client: OpenAI, deployment: Running, spelled: dict[str, Any]) -> None:
+def test_many_requests_at_once(client: OpenAI, deployment: Running, spelled: dict[str, Any]) -> None:
     """Completions and chat, streamed and not, of 3 to 500 tokens: each gets what it gets alone."""
-    prompts = [f"{number}: " + "go on " * (number % 7 * 13) for number in range(64)]
+    prompts = [f"{number}: " + "go on " * (number % 7 * 13) for number in range(32)]
     common: dict[str, Any] = {"model": "served", "max_tokens": 10, "temperature": 0.8, **spelled}
 
     async def ask(client: AsyncOpenAI, number: int) -> str:
@@ -355,11 +252,11 @@ def test_64_requests_at_once(client: OpenAI, deployment: Running, spelled: dict[
         base_url = deployment.url + "/v1"
         async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
             if at_once:
-                return await asyncio.gather(*(ask(client, number) for number in range(64)))
-            return [await ask(client, number) for number in range(64)]
+                return await asyncio.gather(*(ask(client, number) for number in range(32)))
+            return [await ask(client, number) for number in range(32)]
 
     together = asyncio.run(ask_all(at_once=True))
-    assert len(set(together)) == 64
+    assert len(set(together)) == 32
     assert together == asyncio.run(ask_all(at_once=False))
 
 

@@ -68,12 +68,12 @@ def check_both_passes(workload: Workload, flags: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     ("topology", "blocks", "options"),
     [
-        ("2P2D", "16-32", ()),
         ("1P1D", "32-16", (*LAYERWISE, "tokens_per_value=32")),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
                 ("1P1D", "16-16", ()),
+                ("2P2D", "16-32", ()),
                 ("2P2D", "32-16", LAYERWISE),
                 ("1P1D", "16-16", (*LAYERWISE, "tokens_per_value=16")),
             )

@@ -7,7 +7,6 @@ from enum import Enum
 from typing import Any, Literal
 
 import jsonschema
-import openai
 import pytest
 from client_programs import python_with, run_program
 from deployments import Launch, Running
@@ -218,21 +217,6 @@ def test_shapes_of_completions(client: OpenAI, shape: dict[str, Any], judge: dic
             assert choice.finish_reason == "stop"
 
 
-def test_what_no_grammar_enforces_is_refused(client: OpenAI) -> None:
-    bad: Any = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, tools=bad, tool_choice="required")
-    assert refused.value.param == "tools[0].function.parameters"
-    with pytest.raises(openai.BadRequestError, match=r"guided_grammar.*closing parenthesis") as refused:
-        client.completions.create(model="served", prompt="a", extra_body={"guided_grammar": "root ::= ("})
-    assert refused.value.param == "guided_grammar"
-    tag: Any = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [""], "tags": []}}
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="served", messages=USER, response_format=tag, stream=stream)
-        assert refused.value.param == "response_format"
-
-
 def test_json_objects(client: OpenAI, bias: Bias) -> None:
     for answer in ask(client, response_format={"type": "json_object"}, n=4, logit_bias=bias("}", '"', "]")):
         assert isinstance(json.loads(answer["message"]["content"]), dict)
@@ -287,19 +271,6 @@ def test_models_of_pydantic_are_parsed_from_responses(client: OpenAI) -> None:
         final = stream.get_final_response()
     assert final.output_parsed == parsed
     assert final.output_text == "".join(texts)
-
-
-def test_what_responses_refuse_names_its_field(client: OpenAI) -> None:
-    schema: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}
-    for fields, param in (
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"text": schema}, "text.format.schema"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens"),
-    ):
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError) as refused:
-                client.responses.create(**FIELDS, **fields, stream=stream)  # type: ignore[call-overload]
-            assert refused.value.param == param
 
 
 def test_thoughts_are_an_item_that_can_be_sent_back(launch: Launch) -> None:

@@ -7,7 +7,7 @@ from serving_checks import serve_directory
 from small_models import make_hf_model
 from soak.shapes import FLAGS, disturb, markdown
 
-NUM_REQUESTS = 40
+NUM_REQUESTS = 24
 
 
 def test_hostile_shapes_harm_nobody(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_a_hostile_tenant_costs_another_one_no_answer(tmp_path: Path) -> None:
     keys = make_keys(tmp_path / "keys.toml")
     with launches(model) as launch:
         flags = ("--prefill", "1", "--decode", "1", *FLAGS, "--api-key-file", str(tmp_path / "keys.toml"))
-        result = disturb(launch(*flags), keys, 4.0)
+        result = disturb(launch(*flags), keys, 4.0, warm_up_s=0.5)
     assert result.violations == []
     assert result.victim["ttft_num"] >= 4
     assert result.victim_before["gap_num"] > 100

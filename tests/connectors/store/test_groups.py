@@ -215,8 +215,14 @@ def test_tokens_and_bytes_of_a_hand_off(models: Families, family: str, num_token
         assert num_tokens != 300 or num_blocks == {"mistral": 2, "qwen2": 19 + 2 * 2}[family]  # of 19 and of 57
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("load", ["async", "layerwise"])
+@pytest.mark.parametrize(
+    ("family", "load"),
+    [
+        ("mistral", "async"),
+        ("qwen2", "layerwise"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("mistral", "layerwise"), ("qwen2", "async"))),
+    ],
+)
 def test_another_engine_finds_a_prompt_and_its_continuation(models: Families, family: str, load: str) -> None:
     model = models(family)
     expected = expect(model, 300, 40)
@@ -235,8 +241,18 @@ def test_another_engine_finds_a_prompt_and_its_continuation(models: Families, fa
         assert sources(messages) == (320, 23), "what was generated is found, too"
 
 
-@pytest.mark.parametrize(("family", "group"), [("mistral", 0), ("qwen2", 0), ("qwen2", 1)])
-@pytest.mark.parametrize("load", ["async", "layerwise"])
+@pytest.mark.parametrize(
+    ("family", "group", "load"),
+    [
+        ("mistral", 0, "async"),
+        ("qwen2", 0, "layerwise"),
+        ("qwen2", 1, "async"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("mistral", 0, "layerwise"), ("qwen2", 0, "async"), ("qwen2", 1, "layerwise"))
+        ),
+    ],
+)
 def test_a_damaged_value_of_a_window_is_a_counted_miss(models: Families, family: str, load: str, group: int) -> None:
     model = models(family)
     expected = expect(model, 300)
