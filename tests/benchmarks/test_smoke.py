@@ -46,6 +46,7 @@ def check(claims: Sequence[Claim]) -> None:
         assert all(isfinite(figure) for figure in claim.figures.values()), claim
 
 
+@pytest.mark.slow
 def test_startup_measures_a_launch_of_the_embedded_model(tmp_path: Path) -> None:
     [claim] = startup.run(Context(tmp_path, None, quick=True))
     assert claim.figures["ready s"] > 0
@@ -101,13 +102,14 @@ def test_dtypes_are_compared_as_older_processors_compute_them(tmp_path: Path) ->
     check(dtypes.run(Context(tmp_path, None, quick=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [
         connectors.run_shared_memory,
-        pytest.param(connectors.run_nixl, marks=[needs_nixl, pytest.mark.slow]),
-        pytest.param(connectors.run_p2p, marks=pytest.mark.slow),
-        pytest.param(connectors.run_store_redis, marks=[needs_redis, pytest.mark.slow]),
+        pytest.param(connectors.run_nixl, marks=needs_nixl),
+        connectors.run_p2p,
+        pytest.param(connectors.run_store_redis, marks=needs_redis),
     ],
 )
 def test_connectors_are_compared_with_what_lies_below_them(

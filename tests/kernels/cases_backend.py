@@ -20,7 +20,7 @@ from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
 
 @pytest.mark.usefixtures("in_triton")
-@pytest.mark.parametrize("mix", [*MIXES[:2], [(0, 40), (37, 1), (0, 3), (30, 20), (15, 1)], MIXES[5][:9]], ids=len)
+@pytest.mark.parametrize("mix", [MIXES[0], [(0, 40), (37, 1), (0, 3), (30, 20), (15, 1)], MIXES[5][:9]], ids=len)
 @pytest.mark.parametrize("shape", [Shape(), pytest.param(Shape(4, 4, 80, 48), marks=pytest.mark.slow)], ids=str)
 def test_the_backend_equals_attention_written_out(
     mix: list[tuple[int, int]], shape: Shape, device: torch.device

@@ -68,7 +68,12 @@ def draw_on(device: torch.device, logits: torch.Tensor, params: DrawParams, patc
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on infinities
 @pytest.mark.parametrize(
     ("vocab_size", "dtype", "pivots"),
-    [(1, torch.float32, 4), (270, torch.float32, 64), (270, torch.bfloat16, 64), (37, torch.float16, 4)],
+    [
+        (1, torch.float32, 4),
+        (270, torch.float32, 64),
+        pytest.param(270, torch.bfloat16, 64, marks=pytest.mark.slow),
+        (37, torch.float16, 4),
+    ],
     ids=str,
 )
 def test_a_device_draws_what_the_cpu_draws(

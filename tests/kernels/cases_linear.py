@@ -17,6 +17,11 @@ from pdkv.kernels.quantize_fp8_triton import quantize_rows_triton
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Of a number, what rounding may take from it or add to it; torch.float32 is also what products are added up in."""
 
+FLOAT16_FIRST = [
+    torch.float16,
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float32)),
+]
+
 WEIGHTS = {  # outputs, inputs, group size (0: of all inputs), whether there are zero points
     "groups of 128": (130, 512, 128, True),
     "groups of 64, ragged": (70, 320, 64, True),
@@ -56,7 +61,7 @@ def check(
     assert bool(((found.double() - expected).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_of_packed_weights(name: str, dtype: torch.dtype, device: torch.device) -> None:
     weight = weight_of(name, device, dtype)
@@ -90,7 +95,7 @@ def test_rows_do_not_reach_one_another_nor_what_is_beyond_them(device: torch.dev
     assert torch.equal(linear_int4_triton(x, weight)[:4], linear_int4_triton(x[:4].contiguous(), weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", FLOAT16_FIRST, ids=str)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_unpacked_weights_are_the_same_to_the_bit(name: str, dtype: torch.dtype, device: torch.device) -> None:
     for scales in (torch.float16, torch.bfloat16):

@@ -61,12 +61,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         ("bf16", "bf16", 80, 1, True, True),
         ("bf16", "bf16", 128, 64, True, False),
         pytest.param("bf16", "bf16", 128, 64, True, True, marks=pytest.mark.slow),
-        ("bf16", "bf16", 256, 64, False, False),
+        pytest.param("bf16", "bf16", 256, 64, False, False, marks=pytest.mark.slow),
         pytest.param("fp32", "fp32", 128, 1, True, True, marks=pytest.mark.slow),
         pytest.param("bf16", "fp8e4nv", 128, 1, False, True, marks=pytest.mark.slow),
         pytest.param("bf16", "fp8e4nv", 128, 64, True, False, marks=pytest.mark.slow),
         ("fp16", "fp8e4nv", 64, 1, True, False),
-        ("fp32", "fp8e4nv", 64, 64, False, False),
+        pytest.param("fp32", "fp8e4nv", 64, 64, False, False, marks=pytest.mark.slow),
     ],
 )
 def test_attention_compiles_for_a_gpu(
@@ -182,7 +182,7 @@ def test_digest_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert compile_for_gpu(_digest_kernel, dict.fromkeys(names, "*i64"), {"STRIPES": 64}).asm["cubin"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_the_draw_compiles_for_a_gpu_as_it_is_written(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
