@@ -46,7 +46,6 @@ def roles(deployment: Running) -> dict[str, str]:
     return {e["name"]: e["role"] for e in engines}
 
 
-@pytest.mark.usefixtures("real_pd")
 def test_the_commands_of_the_page_in_turn_lose_nothing(launch: Launch) -> None:
     """On one prefill and one decode engine, each of which is stood in for while it is restarted.
 

@@ -13,7 +13,6 @@ from deployments import Launch
 from tls import Certificates, client_context, make_certificates
 
 
-@pytest.mark.usefixtures("real_pd")
 def test_https_with_client_certificates_beside_operators_and_a_renewal(launch: Launch, tmp_path: Path) -> None:
     old, new = (make_certificates(tmp_path, name) for name in ("old", "new"))
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"

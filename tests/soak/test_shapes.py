@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from deployments import launches
 from serving_checks import serve_directory
 from small_models import make_hf_model
@@ -10,6 +11,7 @@ from soak.shapes import FLAGS, disturb, markdown
 NUM_REQUESTS = 24
 
 
+@pytest.mark.slow
 def test_hostile_shapes_harm_nobody(tmp_path: Path) -> None:
     model = serve_directory(make_hf_model(tmp_path / "model", "llama", "float32", initializer_range=0.2), tmp_path)
     with launches(model) as launch:

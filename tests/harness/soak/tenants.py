@@ -97,12 +97,12 @@ class _Suspects:
                     self.longest_s = max(self.longest_s, now - begun)
 
 
-def disturb(deployment: Running, keys: dict[str, str], seconds: float, warm_up_s: float = _WARM_UP_S) -> Result:
+def disturb(deployment: Running, keys: dict[str, str], seconds: float) -> Result:
     """The victim beside the hostile tenant, then beside the polite one; say what was wrong."""
     result = Result(seconds=seconds)
     router, engines = deployment.child_pid("pd router"), deployment.pids()
     with beside("polite_tenant", deployment, {}, keys["victim"], "0"):
-        time.sleep(warm_up_s)  # what is imported, compiled and allocated once
+        time.sleep(_WARM_UP_S)  # what is imported, compiled and allocated once
     suspects = _Suspects(deployment)
     with (
         beside("http_health", deployment, result.health, str(router)),
