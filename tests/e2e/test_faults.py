@@ -24,7 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from traffic import Ask, stop_process, wait_for_engines, wait_for_rest
 
 BACKENDS = ("shared_memory", "p2p", "nixl pull", "store redis")
-"""`test_migration.py` and `test_nixl.py` have kills over the other mode of NIXL."""
+"""In `make test` two of them: `test_nixl.py` has kills over pushes, `test_stopped_peers.py` stops over p2p and pulls,
+`test_between_hosts.py` cuts of both.
+"""
 
 NUM, RATE, STOP_S = 12, 12.0, 1.5
 COVER = {(cell.backend, cell.kind): cell for cell in cover(BACKENDS)}
@@ -41,7 +43,8 @@ def test_every_pair_is_covered() -> None:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(b, marks=pytest.mark.slow) if b == "nixl pull" else b for b in BACKENDS]
+    scope="module",
+    params=[pytest.param(b, marks=pytest.mark.slow) if b in ("p2p", "nixl pull") else b for b in BACKENDS],
 )
 def site(
     request: pytest.FixtureRequest, served_model: Path, tmp_path_factory: pytest.TempPathFactory

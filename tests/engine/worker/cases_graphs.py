@@ -1,4 +1,4 @@
-"""Decode steps from graphs, over Triton's interpreter; run by test_graphs.py, in a process of their own."""
+"""Decode steps from graphs, over Triton's interpreter; tests/kernels/test_triton.py runs it in a process of its own."""
 
 import random
 from collections.abc import Callable, Iterator

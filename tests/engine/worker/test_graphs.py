@@ -1,18 +1,9 @@
-"""Which steps are padded and captured, and how: here by rules, in cases_graphs.py with a tape instead of a device."""
-
-from pathlib import Path
+"""Which steps are padded and captured, by rules; how, with a tape instead of a device: cases_graphs.py."""
 
 import pytest
 import torch
-from interpreted import run_cases
 
 from pdkv.engine.worker.graphs import decode_sizes, make_recorder
-
-HERE = Path(__file__).parent
-
-
-def test_decodes_over_the_kernels() -> None:
-    run_cases(HERE / "cases_graphs.py")
 
 
 @pytest.mark.parametrize(
