@@ -1,8 +1,7 @@
 """Random schedules of the hand-off state machine on a real model: the tokens are those of transformers (F1, F2)."""
 
-import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +12,6 @@ from state_machine.real_model import RealModel
 NUM_SCHEDULES = [6, pytest.param(60, marks=pytest.mark.slow)]
 """Of each pair; each number of steps ahead with and without a proposer in six."""
 LAGS = 3
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Expired leases and failed loads are what these schedules are about: no log line each."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

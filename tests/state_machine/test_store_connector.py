@@ -2,9 +2,8 @@
 restarts. The tokens are those of transformers, and all blocks, buffers and transfers come back (F1, F2, F4, F9, F10).
 """
 
-import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,14 +21,6 @@ class WholeUnits(RealModel):
     """A world's hash blocks are its blocks, a store's are units: both have 16 tokens."""
 
     block_sizes = (16, 16, 16)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Expired leases and failed loads are what these schedules are about: no log line each."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
