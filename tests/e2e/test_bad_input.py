@@ -107,12 +107,11 @@ def truncate(name: str) -> Break:
 
 
 def configure(**fields: Any) -> Break:
-    """Changes fields of config.json; None removes one."""
+    """Changes fields of config.json."""
 
     def change(path: Path) -> None:
         config = json.loads((path / "config.json").read_text()) | fields
-        kept = {name: value for name, value in config.items() if value is not None}
-        (path / "config.json").write_text(json.dumps(kept))
+        (path / "config.json").write_text(json.dumps(config))
 
     return change
 
@@ -148,11 +147,6 @@ def refused(
         ("launch", truncate("config.json"), ["config.json", "JSON"]),
         ("launch", write("config.json", "[]"), ["config.json", "object"]),
         ("launch", configure(architectures=["MambaForCausalLM"]), ["'MambaForCausalLM'", "LlamaForCausalLM"]),
-        ("launch", configure(hidden_size=None), ["config.json", "'hidden_size' is missing"]),
-        ("launch", configure(hidden_size="64"), ["config.json", "'hidden_size'", "'64'"]),
-        ("launch", configure(num_key_value_heads=3), ["4 attention heads", "3 key-value heads"]),
-        ("launch", configure(rope_scaling={"rope_type": "mrope", "factor": 4.0}), ["'mrope'", "linear"]),
-        ("launch", configure(rope_parameters={"rope_type": "mrope", "factor": 4.0}), ["'mrope'", "linear"]),
         ("generate", truncate("model.safetensors"), ["model.safetensors", "cannot be read"]),
         ("generate", configure(intermediate_size=128), ["gate_proj.weight", "(160, 64)", "(128, 64)"]),
         ("generate", remove("tokenizer.json"), ["broken", "tokenizer.json is missing"]),

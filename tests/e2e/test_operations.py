@@ -106,7 +106,7 @@ def test_a_router_that_is_started_again_knows_the_engines_of_now(fleet: Running)
         "decode-0": ("any", False), "decode-1": ("decode", False),
     }  # fmt: skip
     before = fleet.pids()
-    with steady_load(fleet, max_tokens=200):
+    with steady_load(fleet, num_clients=3, max_tokens=200):
         pd(fleet, "resume", "prefill-1")
         shown = pd(fleet, "status")
         assert pd(fleet, "restart", "--rolling", "--drain-s", "0") == "4 engines were restarted\n"
@@ -137,7 +137,7 @@ def test_a_stop_under_load_answers_what_has_begun(fleet: Running) -> None:
         soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
         assert soft == hard, process.name()
     decodes = [pid for name, pid in fleet.pids().items() if name.startswith("decode")]
-    asks = [Ask(PROMPTS[number % 4], 600, stream=number % 2 == 0) for number in range(12)]
+    asks = [Ask(PROMPTS[number % 4], 400, stream=number % 2 == 0) for number in range(12)]
 
     async def stop_under_load() -> tuple[list[Answer], Answer]:
         async with client_of(fleet) as client:
@@ -158,7 +158,7 @@ def test_a_stop_under_load_answers_what_has_begun(fleet: Running) -> None:
             return await asyncio.gather(*answers), late
 
     answers, late = asyncio.run(stop_under_load())
-    check_whole(list(zip(asks, answers, strict=True)), 600)
+    check_whole(list(zip(asks, answers, strict=True)), 400)
     assert late.status == 503
     assert late.error is not None
     assert late.error["code"] == "draining"
