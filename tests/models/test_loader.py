@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_models import OneOf
 from safetensors.torch import load_file, save_file
 
 from pdkv.errors import ConfigError, ModelError
@@ -18,17 +19,9 @@ from pdkv.models.heads import Heads
 from pdkv.models.linear import LinearKind, linear_kind
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
-from pdkv.models.shard import Shard
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)
-
-
-class OneOf(TensorParallel):
-    """A rank whose companions never compute."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.shard = Shard(rank, size)
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, parallel: TensorParallel = ALONE) -> Decoder:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import FORMATS, O_PROJ, compressed, damage, fp8_tensor, write, write_pair
+from quantized_models import FORMATS, O_PROJ, OneOf, compressed, damage, fp8_tensor, write, write_pair
 from safetensors.torch import load_file
 
 from pdkv.errors import ModelError
@@ -15,7 +15,6 @@ from pdkv.models.config import load_model_config
 from pdkv.models.linear import Linear, LinearKind
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
-from pdkv.models.shard import Shard
 
 torch.set_num_threads(1)
 
@@ -41,13 +40,6 @@ def load(path: Path, parallel: TensorParallel = ALONE) -> list[torch.Tensor]:
             parallel=parallel, linears="torch",
         )  # fmt: skip
     return weights
-
-
-class OneOf(TensorParallel):
-    """A rank whose companions never compute."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.shard = Shard(rank, size)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from quantized_models import O_PROJ, Tensors, damage, write_pair
+from quantized_models import O_PROJ, OneOf, Tensors, damage, write_pair
 from rank_threads import on_ranks
 from safetensors.torch import load_file, save_file
 
@@ -29,7 +29,6 @@ from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.parallel_layers import RowParallelLinear
 from pdkv.models.quantized_linear import Fp8Linear, Int4Linear, why_not_fp8
-from pdkv.models.shard import Shard
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)
@@ -54,13 +53,6 @@ def layers_of(decoder: Decoder) -> list[Linear]:
     first = decoder._layers[0]
     found = [first.qkv, first.output, first.gate_up, first.down]
     return [each._part if isinstance(each, RowParallelLinear) else each for each in found]
-
-
-class OneOf(TensorParallel):
-    """A rank whose companions never compute."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.shard = Shard(rank, size)
 
 
 def dense_of(layer: Linear) -> torch.Tensor:

@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from pdkv.models.parallel import TensorParallel
+from pdkv.models.shard import Shard
+
 GROUP = 32
 Tensors = dict[str, torch.Tensor]
 Layer = Callable[[torch.Generator, int, int], tuple[Tensors, torch.Tensor]]
 """A quantized layer of so many outputs and inputs: its tensors by what follows the layer's name, and its weight."""
+
+
+class OneOf(TensorParallel):
+    """A rank whose companions never compute."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.shard = Shard(rank, size)
 
 
 def numbers(generator: torch.Generator, shape: tuple[int, ...], high: int) -> torch.Tensor:

@@ -1,11 +1,10 @@
 """KV groups: which layers share blocks, what a hit is with windows, and that blocks outside a window are given up."""
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peer_groups import ALL_WINDOW, FULL_AND_WINDOW, TWO_WINDOWS, layer_windows
 
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.transfer.planning import first_seen_block
@@ -22,15 +21,7 @@ from pdkv.wire.kv import KVGroup, KVLayout
 from pdkv.wire.messages import BlockRemoved, BlockStored
 
 SIZE = 4
-FULL_AND_WINDOW = (KVGroup((0,)), KVGroup((1,), 6))
-ALL_WINDOW = (KVGroup((0, 1), 6),)
-TWO_WINDOWS = (KVGroup((1,), 3), KVGroup((0,), 9))
 SHAPES = [FULL_AND_WINDOW, ALL_WINDOW, TWO_WINDOWS]
-
-
-def layer_windows(groups: Sequence[KVGroup]) -> list[int]:
-    """By layer."""
-    return [next(group.window for group in groups if layer in group.layers) for layer in range(2)]
 
 
 # --- the layers' groups -------------------------------------------------------------------------------------------

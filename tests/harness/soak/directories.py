@@ -89,7 +89,6 @@ TOKENIZER_VALUES: dict[str, list[Any]] = {
        for name in ("bos", "eos", "unk", "pad", "sep", "mask")},
 }  # fmt: skip
 WEIRD: list[Any] = [None, True, False, 0, 1, -1, 0.5, 10**30, "", "x", [], {}, [1], {"a": 1}, [[]], "1", 1e308]
-TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
 
 
 class Result(msgspec.Struct, kw_only=True):
