@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,16 +15,16 @@ from benchmarks import layerwise
 from benchmarks.load import Workload, check, send_all
 from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
-from benchmarks.redis_server import redis_server
 from benchmarks.report import Claim, Context
 from benchmarks.servers import pdkv
-from pdkv.connector_kit.bench.checksum import measure_checksum_cost
+from benchmarks.support import redis_server
 from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
-from pdkv.connector_kit.bench.measure import Row, measure
+from pdkv.connector_kit.bench.measure import Row, measure, measure_in_turns
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES, Plan, make_plan
-from pdkv.connector_kit.bench.spread import Spread
 from pdkv.connector_kit.bench.tail import PACE, measure_push_tail
 from pdkv.connector_kit.bench.tail import TOKENS as TAIL_TOKENS
+from pdkv.connector_kit.bench.turns import Spread, take_turns
+from pdkv.wire.kv import ChecksumMode
 
 TOKENS = 4096
 PIECES = ("512 KiB", "16 KiB")
@@ -153,17 +155,18 @@ def _step_thread(name: str, row: Row) -> Claim:
     sides = {"prefill": row.producer_step_ms, "decode": row.consumer_step_ms}
     figures = {f"{side} ms": spread.median for side, spread in sides.items()}
     most = max(sides.values(), key=lambda spread: spread.median)
-    ratio = Spread(*(value / STEP_THREAD_MS for value in (most.low, most.median, most.high)))
     title = f"{name}: step-thread time of a transfer of {row.tokens} tokens / {STEP_THREAD_MS} ms"
-    return Claim.of(title, ratio, 1.0, "lower", figures)
+    return Claim.of(title, most.over(STEP_THREAD_MS), 1.0, "lower", figures)
 
 
 def _digests(context: Context, connector: str, options: Mapping[str, str]) -> Claim:
     """Time of a transfer whose KV is compared with what was sent, against one without."""
-    cost = measure_checksum_cost(_plan(context, connector, options), 256 if context.quick else TOKENS)
-    name = " ".join([connector, *options.values()])
-    figures = {"on ms": cost.on_ms.median, "off ms": cost.off_ms.median}
-    return Claim.of(f"{name}: {cost.tokens} tokens with digests / without", cost.ratio, DIGEST_LIMIT, "lower", figures)
+    plan, tokens = _plan(context, connector, options), 256 if context.quick else TOKENS
+    modes: tuple[ChecksumMode, ...] = ("on", "off")
+    took = measure_in_turns({mode: replace(plan, kv_checksum=mode) for mode in modes}, tokens)
+    figures = {f"{mode} ms": median(took[mode]) for mode in modes}
+    title = f"{' '.join([connector, *options.values()])}: {tokens} tokens with digests / without"
+    return Claim.of(title, Spread.of_ratios(took["on"], took["off"]), DIGEST_LIMIT, "lower", figures)
 
 
 def _against_before(context: Context, connector: str, before: Path) -> list[Claim]:
@@ -172,11 +175,16 @@ def _against_before(context: Context, connector: str, before: Path) -> list[Clai
     pythons = {"now": Path(sys.executable), "before": before / "bin" / "python"}
     for piece, layout, tokens in zip(PIECES, ("mid", SCATTERED), (TOKENS, SCATTERED_TOKENS), strict=True):
         length = 256 if context.quick else tokens
-        rates: dict[str, list[float]] = {name: [] for name in pythons}
-        for turn in range(1 if context.quick else ROUNDS_BEFORE):
-            for name in sorted(pythons, reverse=turn % 2 == 0):
-                rates[name].append(_bench_gb_s(pythons[name], connector, layout, length, 1 if context.quick else 7))
-        ratio = Spread.of(now / then for now, then in zip(rates["now"], rates["before"], strict=True))
+        repeats, rounds = (1, 1) if context.quick else (7, ROUNDS_BEFORE)
+        rates = take_turns(
+            {
+                name: partial(_bench_gb_s, python, connector, layout, length, repeats)
+                for name, python in pythons.items()
+            },
+            rounds,
+            warm=0,
+        )
+        ratio = Spread.of_ratios(rates["now"], rates["before"])
         figures = {f"{name} GB/s": median(each) for name, each in rates.items()}
         claims.append(Claim.of(f"{piece} pieces, now / before", ratio, 2.0, "higher", figures))
     return claims

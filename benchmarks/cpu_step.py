@@ -1,23 +1,20 @@
 """A decode step of one engine on a CPU, its passes fused or left to torch's operations; its linear layers alone beside.
 
     python -m benchmarks.run cpu_step
-    python -m benchmarks.cpu_step MODELS --threads 1 --cpu-time      on a machine that others use, too
+    python -m benchmarks.run cpu_step --threads 1 --cpu-time      on a machine that others use, too
 
 Both have the same compiled linear layers (docs/cpu-linears.md). Nothing where those are not there.
 """
 
-import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from benchmarks.models import find_model
 from benchmarks.repeated_step import RepeatedStep
-from benchmarks.report import Claim, Context, show
-from benchmarks.turns import in_turns
+from benchmarks.report import Claim, Context
+from pdkv.connector_kit.bench.turns import times_in_turns
 from pdkv.kernels.linear import LEVELS, level
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder, DecoderLayer
@@ -30,14 +27,6 @@ SEQUENCES = (1, 8, 32)
 CONTEXT = 128
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
-
-
-class Clock(NamedTuple):
-    """How steps are timed."""
-
-    threads: int
-    rounds: int
-    now: Callable[[], float]
 
 
 class Apart:
@@ -98,28 +87,17 @@ def linears_of(model: Decoder, dtype: torch.dtype, sequences: int) -> Callable[[
 
 def run(context: Context) -> list[Claim]:
     """One claim for each model, dtype and number of sequences. None without the compiled kernels."""
-    clock = Clock(torch.get_num_threads(), 2 if context.quick else 30, time.perf_counter)
-    return measure(context.models, ("tiny",) if context.quick else ("tiny", "mid"), clock)
+    with torch.inference_mode():
+        return [
+            claim
+            for size in (("tiny",) if context.quick else ("tiny", "mid"))
+            for dtype in DTYPES
+            if linear_kind(dtype, CPU) == "compiled"
+            for claim in _claims(find_model(context.models, size), dtype, context)
+        ]
 
 
-def measure(models: Path, sizes: tuple[str, ...], clock: Clock) -> list[Claim]:
-    """With what these models' steps take."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(clock.threads)
-    try:
-        with torch.inference_mode():
-            return [
-                claim
-                for size in sizes
-                for dtype in DTYPES
-                if linear_kind(dtype, CPU) == "compiled"
-                for claim in _claims(find_model(models, size), dtype, clock)
-            ]
-    finally:
-        torch.set_num_threads(before)
-
-
-def _claims(path: Path, dtype: torch.dtype, clock: Clock) -> list[Claim]:
+def _claims(path: Path, dtype: torch.dtype, context: Context) -> list[Claim]:
     config = load_model_config(path)
     fused = load_decoder(path, config, dtype=dtype, device=CPU, max_model_len=CONTEXT)
     apart, claims = unfused(fused), []
@@ -129,28 +107,11 @@ def _claims(path: Path, dtype: torch.dtype, clock: Clock) -> list[Claim]:
             "unfused": RepeatedStep(apart, dtype, sequences, CONTEXT),
             "linears alone": linears_of(fused, dtype, sequences),
         }
-        times = in_turns(work, clock.rounds, clock.now)
+        times = times_in_turns(work, 2 if context.quick else 30, context.clock)
         name = f"{path.name}, {str(dtype).removeprefix('torch.')}, {sequences} sequences, {LEVELS[level()]}"
         figures = {f"{each} ms": times[each].median for each in work}
         ratio = times["fused"].median / times["unfused"].median
-        claims.append(Claim(f"{name}, {clock.threads} threads: a step fused / unfused", ratio, 1.0, "lower", figures))
+        claims.append(
+            Claim(f"{name}, {torch.get_num_threads()} threads: a step fused / unfused", ratio, 1.0, "lower", figures)
+        )
     return claims
-
-
-def main() -> None:
-    """Print the claims, of as many threads as asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, help="folder of random models, made when they are missing")
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "mid"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--cpu-time", action="store_true", help="of this thread: with --threads 1 only")
-    options = parser.parse_args()
-    if options.cpu_time and options.threads != 1:
-        parser.error("--cpu-time is this thread's: it needs --threads 1")
-    clock = Clock(options.threads, options.rounds, time.thread_time if options.cpu_time else time.perf_counter)
-    print(show("cpu_step", measure(options.models, tuple(options.sizes), clock)))
-
-
-if __name__ == "__main__":
-    main()

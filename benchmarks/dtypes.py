@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import Claim, Context
-from benchmarks.turns import in_turns
+from pdkv.connector_kit.bench.turns import times_in_turns
 from pdkv.host.processor import emulates_bfloat16
 from pdkv.models.linear import linear_kind, make_linear
 
@@ -64,7 +64,7 @@ def main() -> None:
 
     found = {}
     for rows in (1, 8, 256):
-        times = in_turns(
+        times = times_in_turns(
             {str(dtype).removeprefix("torch."): lambda d=dtype, n=rows: products(d, n) for dtype in layers},
             int(sys.argv[1]),
         )

@@ -10,6 +10,8 @@ import random
 import sys
 import time
 from asyncio.subprocess import PIPE
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from benchmarks.report import Claim, Context
 from benchmarks.router_alone import Alone, router_alone
 from benchmarks.servers import Server, cpu_seconds, pdkv
 from benchmarks.versus import workload
+from pdkv.connector_kit.bench.turns import take_turns
 from pdkv.host.sockets import raise_open_files_limit
 
 RUN_LIMIT = 1.02
@@ -56,19 +59,17 @@ def whole_runs(model: Path, before: Path | None, quick: bool) -> list[Claim]:
         return []
     options = ("--kv-cache-memory", "256MiB", "--threads", "1")
     num_requests, rounds = (8, 2) if quick else (64, 8)
-    ratios: list[float] = []
-    used: dict[str, list[float]] = {"now": [], "before": []}
     with (
         pdkv(model, prefill=1, decode=1, options=options) as now,
         pdkv(model, prefill=1, decode=1, options=options, python=before / "bin" / "python") as then,
     ):
-        servers = {"now": now, "before": then}
-        for server in servers.values():
+        for server in (now, then):
             _run_cpu(server, 8)  # warm
-        for turn in range(rounds):
-            for name in sorted(servers, reverse=turn % 2 == 0):
-                used[name].append(_run_cpu(servers[name], num_requests))
-            ratios.append(used["now"][-1] / used["before"][-1])
+        servers = {"now": now, "before": then}
+        used = take_turns(
+            {name: partial(_run_cpu, server, num_requests) for name, server in servers.items()}, rounds, warm=0
+        )
+    ratios = [now / then for now, then in zip(used["now"], used["before"], strict=True)]
     figures = {f"{name} ms a request": sum(each) / len(each) / num_requests * 1e3 for name, each in used.items()}
     figures |= {"least round": min(ratios), "largest round": max(ratios)}
     return [Claim("CPU of an undisturbed run, now / before", median(ratios), RUN_LIMIT, "lower", figures)]
@@ -166,25 +167,22 @@ def added_latency(quick: bool) -> Claim:
     """One request at a time, through the router and straight to the engine's socket by turns: paired differences."""
     rounds = 8 if quick else 200
     rng = random.Random(0)
-    first: list[float] = []
-    end: list[float] = []
     with router_alone(pace_s=PACE_S, num_seqs=8) as router, EngineLink(router.endpoint) as link:
-        for turn in range(rounds + 4):
-            straight: Timing | None = None
-            reply = Reply(0.0)
-            for name in sorted(("router", "engine"), reverse=turn % 2 == 0):
-                time.sleep(5 * PACE_S)  # the engine is idle, whoever asks
-                prompt = random_prompt(rng, 32)
-                if name == "engine":
-                    straight = link.complete(prompt, 16)
-                else:
-                    reply = run_loop(complete(router.url, model=router.model, prompt=prompt, max_tokens=16))
-            assert straight is not None
+
+        def through_router(prompt: list[int]) -> Timing:
+            reply = run_loop(complete(router.url, model=router.model, prompt=prompt, max_tokens=16))
             check([reply])
-            if turn >= 4:  # they are warm
-                first.append(reply.ttft - straight.first_token)
-                end.append(reply.stamps[-1] - reply.sent - straight.end)
-    figures = {"to the first token ms": median(first) * 1e3, "to the end ms": median(end) * 1e3}
+            return Timing(reply.ttft, reply.stamps[-1] - reply.sent)
+
+        def ask(way: Callable[[list[int]], Timing]) -> Timing:
+            time.sleep(5 * PACE_S)  # the engine is idle, whichever way is next
+            return way(random_prompt(rng, 32))
+
+        ways = {"router": partial(ask, through_router), "engine": partial(ask, lambda p: link.complete(p, 16))}
+        took = take_turns(ways, rounds, warm=4)
+    pairs = list(zip(took["router"], took["engine"], strict=True))
+    first, end = (median(routed[i] - straight[i] for routed, straight in pairs) * 1e3 for i in range(2))
+    figures = {"to the first token ms": first, "to the end ms": end}
     worst = max(figures.values())
     return Claim("latency that the router adds, p50 / 2 ms", worst / LATENCY_LIMIT_MS, 1.0, "lower", figures)
 

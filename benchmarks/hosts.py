@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.report import Claim, Context
 from benchmarks.support import support_module
-from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.turns import Spread, take_turns
 
 DELAYS_MS = (0, 1, 10)
 LAYOUT = {"num_layers": 4, "num_heads": 4, "head_size": 64}  # 128 KiB a block of 16 tokens
@@ -54,17 +54,10 @@ class _Pair:
         engines = []
         for host, name in ((hosts.first, "prefill-0"), (hosts.second, "decode-0")):
             own = {"host": host.address} if connector == "p2p" else {}
-            engines.append(
-                self._module.HostedEngine(
-                    host,
-                    name,
-                    connector,
-                    {**WAYS[connector], **own},
-                    num_blocks=num_blocks,
-                    layout=LAYOUT,
-                    environment=ENVIRONMENT,
-                )
-            )
+            options = {**WAYS[connector], **own}
+            engines.append(self._module.HostedEngine(
+                host, name, connector, options, num_blocks=num_blocks, layout=LAYOUT, environment=ENVIRONMENT
+            ))  # fmt: skip
         self._source, self._sink = engines
         self._source.meet(self._sink)
         self._sink.meet(self._source)
@@ -102,16 +95,11 @@ def _compare(hosts: Any, bare: Any, pairs: Mapping[str, _Pair], delay_ms: int, r
     moves = {"bare": bare.move, **{name: pair.move for name, pair in pairs.items()}}
     for pair in pairs.values():
         pair.spoil()
-    seconds: dict[str, list[float]] = {name: [] for name in moves}
-    for turn in range(-1, rounds):  # the first one grows windows
-        for name in sorted(moves, reverse=turn % 2 == 0):
-            took = moves[name]()
-            if turn >= 0:
-                seconds[name].append(took)
+    seconds = take_turns(moves, rounds)  # the first one, which does not count, grows windows
     claims = []
     for name, pair in pairs.items():
         pair.check()
-        ratio = Spread.of(base / mine for base, mine in zip(seconds["bare"], seconds[name], strict=True))
+        ratio = Spread.of_ratios(seconds["bare"], seconds[name])
         size = pair.num_bytes
         rates = {each: Spread.of(size / 1e6 / took for took in seconds[each]).median for each in ("bare", name)}
         figures = {"MB/s": rates[name], "bare MB/s": rates["bare"]}

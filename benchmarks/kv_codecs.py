@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context, show
-from benchmarks.turns import Times, in_turns
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.config import DEFAULT_MODEL
+from pdkv.connector_kit.bench.turns import Spread, times_in_turns
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
 from pdkv.kv_store.codecs.registry import CODECS, make_codec
@@ -86,7 +86,7 @@ def measure(codec: Codec, values: Sequence[Bytes], shape: PartShape, rounds: int
     coded = [codec.encode(value, shape) for value in values]
     out = np.empty(shape.num_bytes, np.uint8)
     sources, codes, copies = cycle(values), cycle(coded), cycle(values)
-    times = in_turns(
+    times = times_in_turns(
         {
             "encode": lambda: codec.encode(next(sources), shape),
             "decode": lambda: codec.decode(next(codes), shape, out),
@@ -99,7 +99,7 @@ def measure(codec: Codec, values: Sequence[Bytes], shape: PartShape, rounds: int
     return Speed(ratio, *(_gb_per_s(times[name], shape) for name in ("encode", "decode", "copy")))
 
 
-def _gb_per_s(times: Times, shape: PartShape) -> float:
+def _gb_per_s(times: Spread, shape: PartShape) -> float:
     return shape.num_bytes / times.median / 1e6
 
 

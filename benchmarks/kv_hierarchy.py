@@ -1,21 +1,19 @@
 """What finding KV again is worth: a hit in each tier below the pool, and conversations that overflow the pool."""
 
-import importlib.util
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from statistics import mean
 
-from benchmarks import layerwise, s3_server
+from benchmarks import layerwise
 from benchmarks.conversations import make_turns, play
 from benchmarks.layerwise import send_prompt
 from benchmarks.load import random_prompt
 from benchmarks.models import find_model
-from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
 from benchmarks.servers import metric, pdkv
-from benchmarks.support import support_module
+from benchmarks.support import redis_server, support_module
 from pdkv.connector_kit.bench.plan import make_plan, open_setting
 from pdkv.connector_kit.bench.yardsticks import measure_bare
 
@@ -124,11 +122,13 @@ def _tiers() -> Iterator[dict[str, str]]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdkv-bench-"))
         tiers = {"files": f"file://{folder}/kv"}
-        if find_binary() is not None:
+        servers = support_module("store_servers")
+        with suppress(RuntimeError):
             tiers["Redis"] = stack.enter_context(redis_server())
-        if s3_server.is_installed():
-            tiers["a bucket (moto)"] = stack.enter_context(s3_server.s3_server())
-        if importlib.util.find_spec("mooncake") is not None:
-            server = support_module("store_servers").MooncakeServer(3 << 30)
-            tiers["Mooncake"] = stack.enter_context(server).url
+        for name, make in (
+            ("a bucket (moto)", servers.S3Server),
+            ("Mooncake", lambda: servers.MooncakeServer(3 << 30)),
+        ):
+            with suppress(servers.pytest.skip.Exception):
+                tiers[name] = stack.enter_context(make()).url
         yield tiers

@@ -1,25 +1,23 @@
 """A model's linear layers over the machine's limits: max(bytes / bandwidth, operations / peak), measured beside them.
 
     python -m benchmarks.run linears
-    python -m benchmarks.linears --threads 1 --cpu-time      on a machine that others use, too
+    python -m benchmarks.run linears --threads 1 --cpu-time      on a machine that others use, too
 
 Shapes are mid's (benchmarks/models.py). torch's own layers (oneDNN's packed ones) stand beside. Needs a C compiler.
 """
 
-import argparse
 import ctypes
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.report import Claim, Context, show
-from benchmarks.turns import Times, in_turns
+from benchmarks.report import Claim, Context
+from pdkv.connector_kit.bench.turns import times_in_turns
 from pdkv.kernels.linear import LEVELS, PackedWeight, level
 from pdkv.models.linear import linear_kind, make_linear
 
@@ -75,32 +73,14 @@ def run(context: Context) -> list[Claim]:
 
     Of the best instructions of this processor, and of avx2.
     """
-    threads = torch.get_num_threads()
-    if context.quick:
-        return measure(threads, 2, time.perf_counter, quick=True)
-    levels = sorted({level(), min(level(), 1)}, reverse=True)
-    return [claim for use_level in levels for claim in measure(threads, 15, time.perf_counter, use_level=use_level)]
-
-
-def measure(
-    threads: int, rounds: int, clock: Callable[[], float], *, quick: bool = False, use_level: int | None = None
-) -> list[Claim]:
-    """`clock` is read around a pass over many layers."""
     if level() == 0 or shutil.which("cc") is None:
         return []
-    used = level() if use_level is None else use_level
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-            limits = Limits(Path(folder))
-            return [
-                claim
-                for kind in KINDS
-                for claim in _claims(Case(kind, threads, rounds, clock, used), limits, quick=quick)
-            ]
-    finally:
-        torch.set_num_threads(before)
+    threads, rounds = torch.get_num_threads(), 2 if context.quick else 15
+    levels = [level()] if context.quick else sorted({level(), min(level(), 1)}, reverse=True)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        limits = Limits(Path(folder))
+        cases = [Case(kind, threads, rounds, context.clock, used) for used in levels for kind in KINDS]
+        return [claim for case in cases for claim in _claims(case, limits, quick=context.quick)]
 
 
 def _claims(case: Case, limits: Limits, *, quick: bool) -> list[Claim]:
@@ -137,7 +117,7 @@ def _shape(
     found = {}
     for rows in all_rows:
         x = torch.randn(rows, inputs).to(dtype)
-        times = in_turns(
+        times = times_in_turns(
             {
                 "read": lambda: limits.read(case.threads),
                 "compute": lambda: limits.compute(peak, case.threads),
@@ -153,33 +133,12 @@ def _shape(
         bound = max(num_bytes / bandwidth, 2 * outputs * inputs * rows / operations)
         found[rows] = (
             times["layers"].median / count / bound,
-            _figures(shape, times, count, bound)
-            | {f"{shape}: GB/s": bandwidth / 1e6, f"{shape}: GFLOP/s": operations / 1e6},
+            {
+                f"{shape}: ms": times["layers"].median / count,
+                f"{shape}: torch ms": times["torch"].median / count,
+                f"{shape}: bound ms": bound,
+                f"{shape}: GB/s": bandwidth / 1e6,
+                f"{shape}: GFLOP/s": operations / 1e6,
+            },
         )
     return found
-
-
-def _figures(shape: str, times: dict[str, Times], count: int, bound: float) -> dict[str, float]:
-    return {
-        f"{shape}: ms": times["layers"].median / count,
-        f"{shape}: torch ms": times["torch"].median / count,
-        f"{shape}: bound ms": bound,
-    }
-
-
-def main() -> None:
-    """Print the claims, of as many threads as asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--cpu-time", action="store_true", help="of this thread: with --threads 1 only")
-    parser.add_argument("--level", type=int, choices=range(1, level() + 1), help=", ".join(LEVELS[1:]) + " are 1, 2, 3")
-    options = parser.parse_args()
-    if options.cpu_time and options.threads != 1:
-        parser.error("--cpu-time is this thread's: it needs --threads 1")
-    clock = time.thread_time if options.cpu_time else time.perf_counter
-    print(show("linears", measure(options.threads, options.rounds, clock, use_level=options.level)))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,8 +20,8 @@ from statistics import median
 
 from benchmarks.client import Reply, complete
 from benchmarks.load import run as run_loop
-from benchmarks.redis_server import redis_server
 from benchmarks.servers import Server, cpu_seconds, metric, pdkv
+from benchmarks.support import redis_server
 from pdkv.testing.paced import expected, read_profile
 
 MODEL = Path("paced:h100")

@@ -4,14 +4,15 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.turns import Spread
 from pdkv.host.cuda_devices import count_cuda_devices
 from pdkv.host.processor import instruction_set
 
@@ -25,6 +26,7 @@ class Context(NamedTuple):
     vllm: Path | None  # virtual environment of the peer; None: what needs it is skipped
     quick: bool = False  # a few seconds each: shows that it works, measures nothing
     before: Path | None = None  # virtual environment with an earlier pdkv; None: nothing is compared with it
+    clock: Callable[[], float] = time.perf_counter  # around what runs on this thread
 
 
 class Claim(msgspec.Struct, frozen=True):

@@ -14,8 +14,11 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from benchmarks import (
     busy_steps,
+    checksums,
     connectors,
     cpu_step,
     dtypes,
@@ -83,6 +86,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kv_look_ahead": look_ahead.run,
     "kv_busy_steps": busy_steps.run,
     "kv_inside_vllm": inside_vllm.run,
+    "store_checksums": checksums.run,
     "stopped_store": stopped_store.run_all,
     "swap": swap.run,
     "hosts": hosts.run,
@@ -106,15 +110,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--before", type=Path, help="virtual environment with an earlier pdkv, for `front` and `connector_p2p`"
     )
+    parser.add_argument("--threads", type=int, help="of torch in this process, for `cpu_step` and `linears`")
+    parser.add_argument("--cpu-time", action="store_true", help="of this thread, for the same: with --threads 1 only")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="smoke run; nothing is written without --out")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if options.cpu_time and options.threads != 1:
+        parser.error("--cpu-time is this thread's: it needs --threads 1")
+    torch.set_num_threads(options.threads or torch.get_num_threads())
     signal.signal(signal.SIGTERM, end_by_signal)  # so that servers are ended
     names = options.names or list(BENCHMARKS)
-    context = Context(options.models, _find_peer(options.vllm, names), options.quick, options.before)
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    context = Context(options.models, _find_peer(options.vllm, names), options.quick, options.before, clock)
     failed = False
     for name in names:
         if name in NEEDS_PEER and context.vllm is None:

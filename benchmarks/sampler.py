@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import Claim, Context
-from benchmarks.turns import in_turns
+from pdkv.connector_kit.bench.turns import times_in_turns
 from pdkv.engine.worker.sampling.draw import DrawParams, draw
 from pdkv.kernels import host
 
@@ -44,7 +44,7 @@ def _compare(name: str, logits: torch.Tensor, rounds: int) -> list[Claim]:
     params = _params(len(logits), **FILTERS[name])
     if not torch.equal(draw(logits, params), _draw_by_torch(logits, params)):
         raise AssertionError(f"{name}: the kernel draws other tokens than torch")
-    times = in_turns(
+    times = times_in_turns(
         {"compiled": lambda: draw(logits, params), "torch": lambda: _draw_by_torch(logits, params)}, rounds
     )
     compiled, by_torch = times["compiled"], times["torch"]

@@ -14,7 +14,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,7 @@ from benchmarks.models import find_model
 from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
+from pdkv.connector_kit.bench.turns import Spread, take_turns
 from pdkv.engine.worker.sampling.logit_processors import TokenMasks, apply_masks
 from pdkv.grammar.matching.matcher import Matcher, Words
 from pdkv.grammar.matching.vocabulary import Vocabulary
@@ -142,13 +144,12 @@ def _tokenizer_folder(context: Context) -> Path:
 def _first_tokens(server: Server, rounds: int) -> list[Claim]:
     """The time to the first token with no grammar, one that is known, and one that is new, by turns."""
     known = _properties(next(_names))
-    took: dict[str, list[float]] = {"free": [], "cached": [], "uncached": []}
-    for turn in range(rounds + 1):
-        for name in took:
-            shape = {"free": None, "cached": known, "uncached": _properties(next(_names))}[name]
-            reply = run_loop(_one(server, shape))
-            if turn:
-                took[name].append(1e3 * reply.ttft)
+
+    def ttft_ms(shape: Callable[[], Shape | None]) -> float:
+        return 1e3 * float(run_loop(_one(server, shape())).ttft)
+
+    shapes = {"free": lambda: None, "cached": lambda: known, "uncached": lambda: _properties(next(_names))}
+    took = take_turns({name: partial(ttft_ms, shape) for name, shape in shapes.items()}, rounds)
     medians = {name: median(times) for name, times in took.items()}
     figures = {f"{name} ms": value for name, value in medians.items()}
     cached, uncached = (medians[name] - medians["free"] for name in ("cached", "uncached"))
@@ -227,13 +228,9 @@ async def _stream_gaps(server: Server, seconds: float, *, compiling: bool) -> li
 
 def _share(server: Server, rounds: int, num_requests: int) -> dict[str, float]:
     """Output tokens a second, with a schema and without, by turns; the median of the rounds' ratios."""
-    rates: dict[str, list[float]] = {"free": [], "JSON": []}
-    for turn in range(rounds + 1):
-        for name in sorted(rates, reverse=bool(turn % 2)):
-            rate = run_loop(_rate(server, _endless() if name == "JSON" else None, num_requests))
-            if turn:
-                rates[name].append(rate)
-    share = median(shaped / free for shaped, free in zip(rates["JSON"], rates["free"], strict=True))
+    shapes = {"free": None, "JSON": _endless()}
+    rates = take_turns({n: (lambda s=s: run_loop(_rate(server, s, num_requests))) for n, s in shapes.items()}, rounds)
+    share = Spread.of_ratios(rates["JSON"], rates["free"]).median
     return {"share": share, **{f"{name} tok/s": median(found) for name, found in rates.items()}}
 
 

@@ -1,13 +1,16 @@
 """What it is worth to read the KV of preempted requests from host memory instead of computing it again."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 
 from benchmarks.load import Workload
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import metric, pdkv
 from benchmarks.versus import throughput
-from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.turns import Spread, take_turns
 
 POOL = "128MiB"
 """4,096 tokens of mid's KV, which has 32 KiB a token."""
@@ -28,17 +31,17 @@ def run(context: Context) -> list[Claim]:
             policy: stack.enter_context(pdkv(model, prefill=0, decode=1, options=(*shared, "--preemption", policy)))
             for policy in ("auto", "recompute")
         }
-        rates: dict[str, list[float]] = {policy: [] for policy in servers}
-        for seed in range(-1, rounds):  # the first warms up
-            for policy in sorted(servers, reverse=seed % 2 == 0):
-                rate = throughput(servers[policy], Workload(burst, INPUT_LEN, (output_len,) * 2, burst, seed=seed + 1))
-                if seed >= 0:
-                    rates[policy].append(rate)
+
+        def rate(policy: str, seeds: Iterator[int]) -> float:
+            load = Workload(burst, INPUT_LEN, (output_len,) * 2, burst, seed=next(seeds))
+            return throughput(servers[policy], load)
+
+        rates = take_turns({policy: partial(rate, policy, count()) for policy in servers}, rounds)
         preempted = {
             f"{policy}, preemptions": metric(server, "pdkv_engine_preemptions_total")
             for policy, server in servers.items()
         }
-    ratio = Spread.of(a / b for a, b in zip(rates["auto"], rates["recompute"], strict=True))
+    ratio = Spread.of_ratios(rates["auto"], rates["recompute"])
     figures = {f"{policy} tok/s": Spread.of(found).median for policy, found in rates.items()}
     title = (
         f"mid, bursts of {burst} x {INPUT_LEN} in, {output_len} out in 4,096 tokens of pool: read again / recomputed"

@@ -4,6 +4,8 @@ each connector, the gap from the first to the second token against a decode step
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +18,7 @@ from benchmarks.servers import Server, pdkv
 from benchmarks.versus import INPUT_LEN, workload
 from pdkv.connector_kit.bench.layouts import parse_layout
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES
-from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.turns import Spread, take_turns
 from pdkv.connector_kit.bench.yardsticks import Memcpy
 
 OPTIONS = ("--threads", "2", "--kv-cache-memory", "512MiB")
@@ -49,14 +51,9 @@ def _ttft_and_gap(context: Context, size: str, model: Path, name: str) -> list[C
         pdkv(model, prefill=0, decode=1, options=OPTIONS) as aggregated,
     ):
         rounds = _rounds(context, size, split, aggregated)
-    figures = {
-        f"{who} ms": median(reply.ttft for each in rounds for reply in each[who]) * 1e3
-        for who in ("1P1D", "aggregated")
-    }
-    ratio = Spread.of(
-        median(reply.ttft for reply in each["1P1D"]) / median(reply.ttft for reply in each["aggregated"])
-        for each in rounds
-    )
+    ttfts = {who: [[reply.ttft for reply in replies] for replies in each] for who, each in rounds.items()}
+    figures = {f"{who} ms": median(chain.from_iterable(each)) * 1e3 for who, each in ttfts.items()}
+    ratio = Spread.of_ratios(*(list(map(median, ttfts[who])) for who in ("1P1D", "aggregated")))
     return [Claim.of(f"{size}, TTFT", ratio, TTFT_LIMIT, "lower", figures), _gap(size, name, rounds)]
 
 
@@ -66,7 +63,6 @@ def run_digests(context: Context) -> list[Claim]:
     num_requests, count = (2, 1) if context.quick else (5, 9)
     claims = []
     for name, connector in list(CONNECTORS.items())[: 1 if context.quick else None]:
-        rounds: list[dict[str, float]] = []
         with ExitStack() as stack:
             servers = {
                 mode: stack.enter_context(
@@ -76,11 +72,10 @@ def run_digests(context: Context) -> list[Claim]:
             }
             for server in servers.values():
                 _second_token_s(server, 3)  # warm
-            for turn in range(count):
-                order = sorted(servers, reverse=turn % 2 == 0)
-                rounds.append({mode: _second_token_s(servers[mode], num_requests) for mode in order})
-        ratio = Spread.of(each["on"] / each["off"] for each in rounds)
-        figures = {f"{mode} ms": median(each[mode] for each in rounds) * 1e3 for mode in ("on", "off")}
+            work = {mode: partial(_second_token_s, server, num_requests) for mode, server in servers.items()}
+            took = take_turns(work, count, warm=0)
+        ratio = Spread.of_ratios(took["on"], took["off"])
+        figures = {f"{mode} ms": median(each) * 1e3 for mode, each in took.items()}
         claims.append(Claim.of(f"{name}, time to decode's first token, with digests / without", ratio, DIGEST_LIMIT,
                                "lower", figures))  # fmt: skip
     return claims
@@ -94,27 +89,24 @@ def _second_token_s(server: Server, num_requests: int) -> float:
     return float(median(reply.ttft + reply.gaps[0] for reply in replies))
 
 
-Round = Mapping[str, Sequence[Reply]]
-"""Replies of "1P1D" and, where it takes turns with an aggregated engine, of "aggregated"."""
+Rounds = Mapping[str, Sequence[Sequence[Reply]]]
+"""Each round's replies of "1P1D" and, where it takes turns with an aggregated engine, of "aggregated"."""
 
 
-def _rounds(context: Context, size: str, split: Server, aggregated: Server | None = None) -> list[Round]:
+def _rounds(context: Context, size: str, split: Server, aggregated: Server | None = None) -> Rounds:
     num_requests, count = (2, 1) if context.quick else (5, 8 if size == "tiny" else 6)
     servers = {"1P1D": split} | ({"aggregated": aggregated} if aggregated is not None else {})
     for server in servers.values():
         _send(server, 3)  # warm
-    return [
-        {who: _send(servers[who], num_requests) for who in sorted(servers, reverse=turn % 2 == 0)}
-        for turn in range(count)
-    ]
+    return take_turns({who: partial(_send, server, num_requests) for who, server in servers.items()}, count, warm=0)
 
 
-def _gap(size: str, name: str, rounds: Sequence[Round]) -> Claim:
+def _gap(size: str, name: str, rounds: Rounds) -> Claim:
     """From the first to the second token, and what it may be: a step of the same round, and a copy."""
     copy = _copy_seconds(size)
-    gaps = [median(reply.gaps[0] for reply in each["1P1D"]) for each in rounds]
-    steps = [median(later for reply in each["1P1D"] for later in reply.gaps[1:]) for each in rounds]
-    ratio = Spread.of(gap / (step + COPY_FACTOR * copy + SLACK_S) for gap, step in zip(gaps, steps, strict=True))
+    gaps = [median(reply.gaps[0] for reply in each) for each in rounds["1P1D"]]
+    steps = [median(later for reply in each for later in reply.gaps[1:]) for each in rounds["1P1D"]]
+    ratio = Spread.of_ratios(gaps, [step + COPY_FACTOR * copy + SLACK_S for step in steps])
     figures = {"gap ms": median(gaps) * 1e3, "step ms": median(steps) * 1e3, "copy ms": copy * 1e3}
     return Claim.of(f"{size}, {name}, first to second token, of what is allowed", ratio, 1.0, "lower", figures)
 

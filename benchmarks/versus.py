@@ -4,7 +4,7 @@ One engine stands against vLLM's CPU build on the same cores, and 1P1D over shar
 core for each engine: output tokens a second, 512 tokens in, 64 out.
 """
 
-from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from benchmarks.models import find_model
 from benchmarks.peers import vllm, vllm_pd
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
+from pdkv.connector_kit.bench.turns import Spread, take_turns
 from pdkv.host.processor import emulates_bfloat16, instruction_set
 
 INPUT_LEN = 512
@@ -51,17 +52,15 @@ def throughput(server: Server, load: Workload) -> float:
 
 def compare(ours: Server, theirs: Server, *, concurrency: int, num_requests: int, rounds: int) -> Versus:
     """Warm both up, then alternate; the one that begins changes every round."""
-    servers: Sequence[Server] = (ours, theirs)
-    for server in servers:
+    for server in (ours, theirs):
         throughput(server, workload(concurrency, concurrency))
-    rates: list[tuple[float, float]] = []
-    for turn in range(rounds):
-        order = (0, 1) if turn % 2 == 0 else (1, 0)
-        found = {i: throughput(servers[i], workload(num_requests, concurrency)) for i in order}
-        rates.append((found[0], found[1]))
-    return Versus(
-        ratio=median(a / b for a, b in rates), ours=median(a for a, _ in rates), theirs=median(b for _, b in rates)
-    )
+
+    def rate(server: Server) -> float:
+        return throughput(server, workload(num_requests, concurrency))
+
+    rates = take_turns({"ours": partial(rate, ours), "theirs": partial(rate, theirs)}, rounds, warm=0)
+    ratio = Spread.of_ratios(rates["ours"], rates["theirs"]).median
+    return Versus(ratio, median(rates["ours"]), median(rates["theirs"]))
 
 
 def run_engine(context: Context, size: str) -> list[Claim]:

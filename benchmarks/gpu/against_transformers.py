@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu import host_gaps
 from benchmarks.models import find_model, models_folder
 from benchmarks.report import Claim
-from benchmarks.turns import in_turns
 from pdkv import LLM, SamplingParams
+from pdkv.connector_kit.bench.turns import times_in_turns
 
 MEAN_DIFFERENCE = 2e-2
 """Between logprobs in bfloat16, of which two neighbours near 8 lie 0.03 apart: single ones differ by more."""
@@ -81,7 +81,7 @@ def _time_transformers(
 ) -> float:
     """Seconds for the batch; the median of rounds."""
     generate = partial(_generate, _load(model, device, dtype), torch.tensor(prompts, device=device), output_len)
-    return in_turns({"": generate}, ROUNDS)[""].median / 1e3
+    return times_in_turns({"": generate}, ROUNDS)[""].median / 1e3
 
 
 @torch.inference_mode()
@@ -107,7 +107,7 @@ def _time_pdkv(llm: LLM, prompts: list[list[int]], output_len: int) -> float:
         first = next(first_tokens)
         llm.generate([[first, *prompt[1:]] for prompt in prompts], params, use_tqdm=False)
 
-    return in_turns({"": generate}, ROUNDS)[""].median / 1e3
+    return times_in_turns({"": generate}, ROUNDS)[""].median / 1e3
 
 
 def _load(model: Path, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:

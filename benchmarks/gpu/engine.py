@@ -15,7 +15,7 @@ from benchmarks.gpu.against_transformers import speed
 from benchmarks.gpu.kernels import FULL, SMOKE, Bench
 from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim
-from benchmarks.turns import Times, in_turns
+from pdkv.connector_kit.bench.turns import times_in_turns
 from pdkv.engine.worker.graphs import decode_sizes, make_recorder
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.decoder import Decoder
@@ -88,8 +88,8 @@ def _claim(case: Case, model: Decoder, dtype: torch.dtype, num_bytes: int, rate:
     recorder = make_recorder(model.device, enforce_eager=False, num_ranks=1)
     step = RepeatedStep(model, dtype, case.sequences, case.context, decode_sizes=sizes, recorder=recorder)
     kv_bytes = case.sequences * case.context * step.bytes_per_token
-    steps = in_turns({"": partial(step.run, case.num_steps)}, ROUNDS)[""]
-    took = Times(*(milliseconds / case.num_steps for milliseconds in steps))
+    steps = times_in_turns({"": partial(step.run, case.num_steps)}, ROUNDS)[""]
+    took = steps.over(case.num_steps)
     bound_ms = (num_bytes + kv_bytes) / (rate * 1e6)
     figures = took.figures("step") | {"bound ms": bound_ms, "weights GB": num_bytes / 1e9, "KV GB": kv_bytes / 1e9}
     name = f"8B shape, {case.sequences} x {case.context}: bandwidth / a copy's"

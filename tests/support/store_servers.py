@@ -285,6 +285,8 @@ class S3Server(StoreServer):
     """
 
     def __init__(self) -> None:
+        if not all(importlib.util.find_spec(name) for name in ("moto", "flask", "obstore")):
+            pytest.skip("moto's server or obstore is not installed")
         held = hold_port()
         port = held.getsockname()[1]
         self.endpoint = f"http://127.0.0.1:{port}"

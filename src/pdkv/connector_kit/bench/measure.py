@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from pdkv.connector_kit.bench.pieces import planned_pieces, stored_pieces
 from pdkv.connector_kit.bench.plan import Plan, open_setting, plan_bytes, store_values
-from pdkv.connector_kit.bench.spread import Spread
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer, Timing
+from pdkv.connector_kit.bench.turns import Spread, take_turns
 from pdkv.connector_kit.bench.yardsticks import Memcpy, open_bare
 from pdkv.connector_kit.rig.world import Setting
 
@@ -39,18 +40,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     save_gb_s: Spread | None  # store: into it
 
 
-class Round(NamedTuple):
-    """One transfer, and the seconds that each yardstick took just before or after it."""
-
-    timing: Timing
-    yardsticks: Mapping[str, float]  # memcpy; raw and per_piece, where there is a bare transport
-
-    @property
-    def seconds(self) -> float:
-        """All of the transfer."""
-        return self.timing.transfer_s + self.timing.scheduler_s
-
-
 def measure(plan: Plan, on_row: Callable[[Row], None] = lambda _: None) -> list[Row]:
     """All lengths in all patterns; each one's first load is compared with what was sent, and not counted.
 
@@ -67,6 +56,27 @@ def measure(plan: Plan, on_row: Callable[[Row], None] = lambda _: None) -> list[
     return rows
 
 
+def measure_in_turns(plans: Mapping[str, Plan], num_tokens: int) -> dict[str, list[float]]:
+    """Milliseconds of transfers of so many tokens, by name: each plan has engines of its own, and all take turns.
+
+    The first transfer of each is compared with what was sent; the first plan says how often they are repeated.
+
+    Raises:
+        ConfigError: no such connector, option or shape.
+        Violation: a load fails, or brings something else.
+    """
+    with ExitStack() as stack:
+        work: dict[str, Callable[[], Timing]] = {}
+        for name, plan in plans.items():
+            setting = stack.enter_context(open_setting(plan))
+            world = stack.enter_context(BenchWorld(setting, plan.producer, plan.consumer))
+            world.scatter("aged")
+            TimedTransfer(world, num_tokens).measure(compare=True)
+            work[name] = lambda world=world: TimedTransfer(world, num_tokens).measure()  # type: ignore[misc]
+        timings = take_turns(work, next(iter(plans.values())).repeats)
+    return {name: [each.seconds * 1e3 for each in took] for name, took in timings.items()}
+
+
 def _measure_length(plan: Plan, setting: Setting, world: BenchWorld, num_tokens: int) -> Iterator[Row]:
     """A row for each pattern."""
     size = plan_bytes(plan, num_tokens)
@@ -80,26 +90,16 @@ def _measure_length(plan: Plan, setting: Setting, world: BenchWorld, num_tokens:
         for pattern in plan.patterns:
             world.scatter(pattern)
             TimedTransfer(world, num_tokens).measure(compare=True)
-            rounds: list[Round] = []
-            for turn in range(plan.repeats + 1):
-                transfer = TimedTransfer(world, num_tokens)
-                took = _take_turns(turn, transfer, yardsticks)
-                if turn:  # all of them are warm
-                    rounds.append(took)
-            yield _row(plan, pattern, num_tokens, size, _pieces(plan, transfer, num_tokens), rounds)
+            transfers: list[TimedTransfer] = []
+            own = partial(_measure_next, world, num_tokens, transfers)
+            took: dict[str, list[Any]] = take_turns({"": own, **yardsticks}, plan.repeats)
+            timings: list[Timing] = took.pop("")
+            yield _row(plan, pattern, num_tokens, size, _pieces(plan, transfers[-1], num_tokens), timings, took)
 
 
-def _take_turns(turn: int, transfer: TimedTransfer, yardsticks: Mapping[str, Callable[[], float]]) -> Round:
-    """What is compared meets the same weather, and follows each of the others in turn."""
-    timings: list[Timing] = []
-    took: dict[str, float] = {}
-    names = ["", *yardsticks]
-    for name in names[turn % len(names) :] + names[: turn % len(names)]:
-        if name:
-            took[name] = yardsticks[name]()
-        else:
-            timings.append(transfer.measure())
-    return Round(timings[0], took)
+def _measure_next(world: BenchWorld, num_tokens: int, transfers: list[TimedTransfer]) -> Timing:
+    transfers.append(TimedTransfer(world, num_tokens))
+    return transfers[-1].measure()
 
 
 def _pieces(plan: Plan, transfer: TimedTransfer, num_tokens: int) -> int:
@@ -108,19 +108,24 @@ def _pieces(plan: Plan, transfer: TimedTransfer, num_tokens: int) -> int:
     return planned_pieces(plan.producer, plan.consumer, num_tokens, *transfer.tables)
 
 
-def _row(plan: Plan, pattern: str, tokens: int, size: int, pieces: int, rounds: Sequence[Round]) -> Row:
-    timings = [each.timing for each in rounds]
+def _row(
+    plan: Plan,
+    pattern: str,
+    tokens: int,
+    size: int,
+    pieces: int,
+    timings: Sequence[Timing],
+    yardsticks: Mapping[str, Sequence[float]],
+) -> Row:
+    """`timings`: of each round; `yardsticks`: seconds of memcpy and, where there is a bare transport, of that."""
+    seconds = [timing.seconds for timing in timings]
+
+    def gb_s(took: Sequence[float]) -> Spread:
+        return Spread.of(size / each / 1e9 for each in took)
+
+    bare = {name: gb_s(yardsticks[name]) for name in ("raw", "per_piece") if name in yardsticks}
+    ratios = {name: Spread.of_ratios(took, seconds) for name, took in yardsticks.items()}
     saves = [timing.save_s for timing in timings if timing.save_s]
-
-    def gb_s(seconds: Sequence[float]) -> Spread | None:
-        return Spread.of(size / each / 1e9 for each in seconds) if seconds else None
-
-    def of(name: str) -> list[float]:
-        return [each.yardsticks[name] for each in rounds if name in each.yardsticks]
-
-    def ratio(name: str) -> Spread | None:
-        return Spread.of(s / each.seconds for s, each in zip(of(name), rounds, strict=True)) if of(name) else None
-
     return Row(
         connector=plan.connector,
         layout=plan.layout,
@@ -129,22 +134,17 @@ def _row(plan: Plan, pattern: str, tokens: int, size: int, pieces: int, rounds: 
         tokens=tokens,
         bytes=size,
         pieces=pieces,
-        rounds=len(rounds),
-        ms=Spread.of(each.seconds * 1e3 for each in rounds),
+        rounds=len(timings),
+        ms=Spread.of(each * 1e3 for each in seconds),
         scheduler_ms=Spread.of(timing.scheduler_s * 1e3 for timing in timings),
         producer_step_ms=Spread.of(timing.producer_step_s * 1e3 for timing in timings),
         consumer_step_ms=Spread.of(timing.consumer_step_s * 1e3 for timing in timings),
-        gb_s=_there(gb_s([each.seconds for each in rounds])),
-        memcpy_gb_s=_there(gb_s(of("memcpy"))),
-        ratio_to_memcpy=_there(ratio("memcpy")),
-        raw_gb_s=gb_s(of("raw")),
-        ratio_to_raw=ratio("raw"),
-        per_piece_gb_s=gb_s(of("per_piece")),
-        ratio_to_per_piece=ratio("per_piece"),
-        save_gb_s=gb_s(saves),
+        gb_s=gb_s(seconds),
+        memcpy_gb_s=gb_s(yardsticks["memcpy"]),
+        ratio_to_memcpy=ratios["memcpy"],
+        raw_gb_s=bare.get("raw"),
+        ratio_to_raw=ratios.get("raw"),
+        per_piece_gb_s=bare.get("per_piece"),
+        ratio_to_per_piece=ratios.get("per_piece"),
+        save_gb_s=gb_s(saves) if saves else None,
     )
-
-
-def _there(spread: Spread | None) -> Spread:
-    assert spread is not None, "there is at least one round"
-    return spread

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.connector_kit.bench.measure import Row
-from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.turns import Spread
 from pdkv.errors import ConfigError
 
 _YARDSTICKS: Sequence[tuple[str, str, Callable[[Row], Spread | None]]] = (

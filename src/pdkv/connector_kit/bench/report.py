@@ -5,8 +5,8 @@ from typing import TextIO
 
 from pdkv.connector_kit.bench.effects import Slowdown
 from pdkv.connector_kit.bench.measure import Row
-from pdkv.connector_kit.bench.spread import Spread
 from pdkv.connector_kit.bench.tail import BARE_SHARE, SLACK_MS, PushTail
+from pdkv.connector_kit.bench.turns import Spread
 
 _HEAD = (
     f"{'pattern':<11} {'tokens':>7} {'MiB':>7} {'pieces':>7} {'ms':>20} {'GB/s':>7} {'memcpy':>7} {'bare':>7} "

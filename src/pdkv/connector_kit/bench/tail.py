@@ -6,8 +6,8 @@ import msgspec
 
 from pdkv.connector_kit.bench.effects import Steps, come_to_rest
 from pdkv.connector_kit.bench.plan import Plan, open_setting, plan_bytes, sized
-from pdkv.connector_kit.bench.spread import Spread
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
+from pdkv.connector_kit.bench.turns import Spread
 from pdkv.connector_kit.bench.yardsticks import open_bare
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.world import NotApplicable, require

@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """One transfer. All of it takes `scheduler_s` and then `transfer_s`; saves of a store come before."""
+    """One transfer; saves of a store come before."""
 
     transfer_s: float  # from the step that begins it to its report on all of the reader's ranks
     scheduler_s: float  # allocation and metadata, where it begins
@@ -37,6 +37,11 @@ class Timing(NamedTuple):
     producer_step_s: float  # CPU time of all of the connector's calls on the step thread of rank 0, by both sides
     consumer_step_s: float
     save_s: float | None  # store: from the step that begins it to its report on the writer
+
+    @property
+    def seconds(self) -> float:
+        """All of the transfer."""
+        return self.transfer_s + self.scheduler_s
 
 
 class TimedEngine(Engine):

@@ -1,0 +1,68 @@
+"""Measurements that take turns, so that all of them see the same machine, and what repeated ones say."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import quantiles
+from typing import TypeVar
+
+import msgspec
+
+from pdkv.base.clock import MONOTONIC
+
+T = TypeVar("T")
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The median of one quantity over all rounds, and the quartiles around it."""
+
+    low: float  # lower quartile
+    median: float
+    high: float  # upper quartile
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        """Of at least one value; of a single one all three are the same."""
+        found = list(values)
+        if len(found) == 1:
+            return cls(*found * 3)
+        return cls(*quantiles(found, n=4, method="inclusive"))
+
+    @classmethod
+    def of_ratios(cls, ours: Sequence[float], theirs: Sequence[float]) -> "Spread":
+        """Of each round's first number to its second: what slows both down does not change their ratio."""
+        return cls.of(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+    def over(self, number: float) -> "Spread":
+        """All three divided by it."""
+        return Spread(self.low / number, self.median / number, self.high / number)
+
+    def figures(self, name: str) -> dict[str, float]:
+        """For a claim of a benchmark."""
+        return {f"{name} ms": self.median, f"{name} from": self.low, f"{name} to": self.high}
+
+
+def take_turns(work: Mapping[str, Callable[[], T]], rounds: int, *, warm: int = 1) -> dict[str, list[T]]:
+    """What each function returns in `rounds` rounds, behind `warm` ones that do not count.
+
+    The one that begins changes every round.
+    """
+    names, found = list(work), {name: list[T]() for name in work}
+    for turn in range(warm + rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            result = work[name]()
+            if turn >= warm:
+                found[name].append(result)
+    return found
+
+
+def times_in_turns(
+    work: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = MONOTONIC.now
+) -> dict[str, Spread]:
+    """Milliseconds of each function, which take turns, by a clock of seconds."""
+
+    def timed(function: Callable[[], object]) -> float:
+        start = clock()
+        function()
+        return (clock() - start) * 1e3
+
+    took = take_turns({name: (lambda f=f: timed(f)) for name, f in work.items()}, rounds)  # type: ignore[misc]
+    return {name: Spread.of(each) for name, each in took.items()}
