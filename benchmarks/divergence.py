@@ -12,22 +12,20 @@ beside other things.
 import argparse
 import random
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from benchmarks.models import VOCAB_SIZE, find_model
-from pdkv.assemble.engine import build_engine
-from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.engine.core import EngineCore
 from pdkv.host.processor import instruction_set
 from pdkv.models.config import load_model_config
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.kv import KVHandoff
-from pdkv.wire.messages import EngineToRouter, Failed, Finished, HandedOff, Peers, Release, Submit, Tokens
+from pdkv.testing.engine import InProcessEngine, SideBySide, of_type, output_of, submit
+from pdkv.wire.messages import EngineToRouter, Failed, HandedOff, Release, Submit
 
 AT_ONCE, OTHERS_AT_ONCE = 16, 7
 DTYPES = ("float32", "bfloat16")
@@ -40,93 +38,36 @@ class Stream(NamedTuple):
     params: SamplingParams
 
 
-class Engine:
-    """One engine in this process, stepped by hand."""
-
-    def __init__(self, name: str, model: Path, dtype: str) -> None:
-        config = EngineConfig(
-            model=model, device="cpu", dtype=dtype, kv_cache_memory=128 << 20, threads=1, max_num_seqs=32
-        )
-        self.core: EngineCore = build_engine(config, HandoffConfig(connector="memory"), name=name, epoch=name)
-        self.core.router_joined("r", "1")
-
-    def submit(self, request_id: str, stream: Stream, **fields: object) -> None:
-        """Ask it for a request, or for a part."""
-        submit = Submit(
-            request_id=request_id,
-            transfer_id=request_id,
-            attempt=0,
-            prompt_token_ids=stream.prompt,
-            params=stream.params,
-            cache_salt=request_id,  # nothing is found in a cache
-            **fields,  # type: ignore[arg-type]
-        )
-        self.core.handle("r", submit, time.monotonic())
-
-    def step(self) -> list[EngineToRouter]:
-        """One step, and what it says."""
-        self.core.step(time.monotonic())
-        return [message for _, sent in self.core.take_messages(time.monotonic()) for message in sent]
+def run_alike(engine: InProcessEngine, submits: Sequence[Submit], at_once: int) -> list[list[int]]:
+    """Tokens of these requests on one engine, so many at once."""
+    for first in range(0, len(submits), at_once):
+        engine.tell(*submits[first : first + at_once])
+        engine.rest()
+    return _outputs(engine.sent, submits)
 
 
-class Progress:
-    """Tokens of the requests of one run, and how many have ended."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.handoffs: list[KVHandoff] = []
-        self.num_ended = 0
-
-    def take(self, messages: Sequence[EngineToRouter]) -> None:
-        """What an engine said."""
-        for message in messages:
-            match message:
-                case Tokens():
-                    self.tokens.setdefault(message.request_id, []).extend(message.token_ids)
-                case Finished():
-                    self.num_ended += 1
-                case HandedOff():
-                    self.handoffs.append(message.handoff)
-                case Failed():
-                    raise RuntimeError(f"{message.request_id} failed: {message.message}")
-
-
-Start = Callable[[int, str], None]
-"""Asks an engine for the stream of this number, under this id."""
-
-
-def run_alike(engine: Engine, numbers: Sequence[int], start: Start, mode: str, at_once: int) -> dict[int, list[int]]:
-    """Tokens of these streams on one engine, so many at once; one that ends makes room for the next."""
-    progress, todo, num_running = Progress(), list(numbers), 0
-    while progress.num_ended < len(numbers):
-        while todo and num_running - progress.num_ended < at_once:
-            number = todo.pop(0)
-            start(number, f"{mode}-{number}")
-            num_running += 1
-        progress.take(engine.step())
-    return {number: progress.tokens[f"{mode}-{number}"] for number in numbers}
-
-
-def run_disaggregated(prefill: Engine, decode: Engine, streams: Sequence[Stream], mode: str) -> dict[int, list[int]]:
+def run_disaggregated(pair: SideBySide, submits: Sequence[Submit]) -> list[list[int]]:
     """The same with the prompts on one engine and the rest on another."""
-    progress, todo, num_running = Progress(), list(range(len(streams))), 0
-    while progress.num_ended < len(streams):
-        while todo and num_running - progress.num_ended < AT_ONCE:
-            number = todo.pop(0)
-            prefill.submit(f"{mode}-{number}", streams[number], kv="handoff", until="first_token")
-            num_running += 1
-        for engine in (prefill, decode):
-            said = engine.step()
-            progress.take(said)
-            for message in said:
-                if isinstance(message, Release):
-                    prefill.core.handle("r", message, time.monotonic())
-        for handoff in progress.handoffs:
-            stream = streams[int(handoff.request_id.rpartition("-")[2])]
-            first = list(progress.tokens[handoff.request_id])
-            decode.submit(handoff.request_id, stream, kv="await_peer", handoff=handoff, output_token_ids=first)
-        progress.handoffs.clear()
-    return {number: progress.tokens[f"{mode}-{number}"] for number in range(len(streams))}
+    for first in range(0, len(submits), AT_ONCE):
+        batch = submits[first : first + AT_ONCE]
+        said = pair.prefill.tell(*(replace(asked, kv="handoff", until="first_token") for asked in batch))
+        handoffs = {message.request_id: message.handoff for message in of_type(said, HandedOff)}
+        parts = (
+            replace(asked, kv="await_peer", handoff=handoffs[asked.request_id], output_token_ids=tokens)
+            for asked, tokens in zip(batch, _outputs(said, batch), strict=True)
+        )
+        pair.decode.tell(*parts)
+        pair.decode.rest()
+        pair.prefill.tell(*(Release(asked.transfer_id, asked.attempt) for asked in batch))
+        pair.prefill.rest()
+    return _outputs([*pair.prefill.sent, *pair.decode.sent], submits)
+
+
+def _outputs(messages: Sequence[EngineToRouter], submits: Sequence[Submit]) -> list[list[int]]:
+    """Raises RuntimeError where one failed."""
+    if failed := of_type(messages, Failed):
+        raise RuntimeError(f"{failed[0].request_id} failed: {failed[0].message}")
+    return [output_of(messages, asked.request_id) for asked in submits]
 
 
 class Divergence(NamedTuple):
@@ -142,11 +83,11 @@ class Divergence(NamedTuple):
         return f"{self.num_different} of {self.num_streams} streams ({share:.1%}); {rate} of {self.num_tokens:,} tokens"
 
 
-def compare(right: dict[int, list[int]], found: dict[int, list[int]], cuts: Sequence[int]) -> Divergence:
+def compare(right: Sequence[list[int]], found: Sequence[list[int]], cuts: Sequence[int]) -> Divergence:
     """`cuts`: tokens of each stream that both have in common from the start."""
     num_different = num_tokens = 0
-    for number, tokens in found.items():
-        pairs = list(zip(right[number][cuts[number] :], tokens[cuts[number] :], strict=True))
+    for expected, tokens, cut in zip(right, found, cuts, strict=True):
+        pairs = list(zip(expected[cut:], tokens[cut:], strict=True))
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         num_different += first is not None
         num_tokens += len(pairs) if first is None else first + 1
@@ -169,31 +110,39 @@ def measure(
     model: Path, dtype: str, num_streams: int, num_tokens: int, temperature: float, lengths: list[int]
 ) -> dict[str, Divergence]:
     """By mode, how streams differ from those of an aggregated engine."""
-    one, other, prefill, decode = (Engine(name, model, dtype) for name in ("one", "other", "prefill", "decode"))
-    for engine in (prefill, decode):
-        engine.core.handle("r", Peers([prefill.core.card, decode.core.card]), time.monotonic())
     vocabulary = min(VOCAB_SIZE, load_model_config(model, None).vocab_size)
     streams = make_streams(num_streams, num_tokens, vocabulary, temperature, lengths)
-    numbers = list(range(num_streams))
-    whole = [0] * num_streams
-    right = run_alike(one, numbers, lambda n, name: one.submit(name, streams[n]), "right", AT_ONCE)
     chance = random.Random(1)
     cuts = [chance.randint(1, num_tokens - 2) for _ in streams]
-
-    def go_on(number: int, name: str) -> None:
-        other.submit(name, streams[number], output_token_ids=right[number][: cuts[number]])
-
-    migrated = run_alike(other, numbers, go_on, "migrated", AT_ONCE)
-    shuffled = chance.sample(numbers, num_streams)
-    company = run_alike(one, shuffled, lambda n, name: one.submit(name, streams[n]), "company", OTHERS_AT_ONCE)
-    found = {
-        "company": compare(right, company, whole),
-        "1P1D": compare(right, run_disaggregated(prefill, decode, streams, "pd"), whole),
-        "migrated": compare(right, {n: right[n][: cuts[n]] + migrated[n] for n in numbers}, cuts),
+    size: dict[str, Any] = {"dtype": dtype, "kv_cache_memory": 128 << 20, "max_num_seqs": 32}
+    with ExitStack() as stack:
+        one, other = (InProcessEngine.of_model(model, name=name, epoch=name, **size) for name in ("one", "other"))
+        stack.callback(one.close)
+        stack.callback(other.close)
+        pair = stack.enter_context(SideBySide.of_model(model, "memory", **size))
+        right = run_alike(one, _submits("right", streams), AT_ONCE)
+        rest = [
+            replace(asked, output_token_ids=tokens[:cut])
+            for asked, tokens, cut in zip(_submits("migrated", streams), right, cuts, strict=True)
+        ]
+        migrated = run_alike(other, rest, AT_ONCE)
+        shuffled = chance.sample(range(num_streams), num_streams)
+        company = run_alike(one, [_submits("company", streams)[n] for n in shuffled], OTHERS_AT_ONCE)
+        disaggregated = run_disaggregated(pair, _submits("pd", streams))
+    whole = [0] * num_streams
+    return {
+        "company": compare([right[n] for n in shuffled], company, whole),
+        "1P1D": compare(right, disaggregated, whole),
+        "migrated": compare(right, [r[:cut] + m for r, m, cut in zip(right, migrated, cuts, strict=True)], cuts),
     }
-    for engine in (one, other, prefill, decode):
-        engine.core.shutdown()
-    return found
+
+
+def _submits(mode: str, streams: Sequence[Stream]) -> list[Submit]:
+    """One for each stream, none of which finds anything in a cache."""
+    return [
+        submit(stream.prompt, request_id=f"{mode}-{n}", params=stream.params, cache_salt=f"{mode}-{n}")
+        for n, stream in enumerate(streams)
+    ]
 
 
 def main() -> None:

@@ -69,8 +69,8 @@ class DrawsOnly(Executor):
         worker, meta = self._worker, plan.kv_meta
         transfers = NO_TRANSFERS
         if worker is not None and meta is not None:
-            for key in plan.cancels:
-                worker.cancel(key)
+            for cancel in plan.cancels:
+                worker.cancel(*cancel)
             worker.start_load_kv(meta)
             for layer in range(self._kv_cache.shape[1] if meta.needs_layer_hooks else 0):
                 worker.wait_for_layer_load(layer)

@@ -7,38 +7,24 @@ nothing, its layers only call the connector. Connectors and the engine without o
 
 import gc
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from statistics import median, quantiles
-from typing import ParamSpec, TypeVar
+from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from benchmarks.report import Claim, Context
-from benchmarks.step_thread import BLOCK_SIZE, CONNECTORS, VOCAB_SIZE, WAIT_S, engine, has_nixl, scatter, submit
-from pdkv.connectors.base import TransferKey
+from benchmarks.step_thread import BLOCK_SIZE, CONNECTORS, VOCAB_SIZE, engine, has_nixl, scatter, submit
+from pdkv.connector_kit.bench.turns import take_turns
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import prepare
+from pdkv.testing.engine import InProcessEngine, SideBySide
 from pdkv.wire.kv import KVLayout
-from pdkv.wire.messages import (
-    Allocated,
-    Continue,
-    EngineToRouter,
-    Finished,
-    HandedOff,
-    KVReady,
-    KVTicket,
-    Peers,
-    Release,
-    RouterToEngine,
-    Submit,
-    Tokens,
-)
-
-T = TypeVar("T")
-P = ParamSpec("P")
+from pdkv.wire.messages import RouterToEngine, Submit
 
 NUM_TOKENS = 4096
 LIMIT_MS = 0.3
@@ -49,155 +35,70 @@ STEP_TOKENS = 8192
 NUM_BLOCKS = 3 * NUM_TOKENS // BLOCK_SIZE
 
 
-class Stepped:
-    """An engine, stepped here as its own loop would, and the CPU time that this takes."""
+class Stepped(InProcessEngine):
+    """An engine, stepped here as its own loop would, and the CPU time that its core takes."""
 
-    def __init__(self, core: EngineCore, news: threading.Event) -> None:
-        self.core = core
+    def __init__(self, build: Callable[[Callable[[], None]], EngineCore]) -> None:
+        super().__init__(build)
         self.cpu_ms = 0.0
-        self.num_steps = 0
-        self._news = news
+        core: Any = self.core
+        handle = self._counted(core.handle)
 
-    def tell(self, *messages: RouterToEngine) -> None:
-        """Messages that arrive together."""
-        for message in messages:
-            prepared = prepare(self.core.card, message) if isinstance(message, Submit) else None  # not the step thread
-            self._count(self.core.handle, "r", message, time.monotonic(), prepared)
+        def handle_prepared(router: str, message: RouterToEngine, now: float) -> None:
+            prepared = prepare(core.card, message) if isinstance(message, Submit) else None  # not the step thread
+            handle(router, message, now, prepared)
 
-    def run(self) -> list[EngineToRouter]:
-        """Steps until nothing is to be done without news."""
-        sent: list[EngineToRouter] = []
-        while True:
-            if self._news.is_set():
-                self._news.clear()
-                sent += self._count(self._wake)
-            if not self.core.has_work:
-                return sent
-            self.num_steps += 1
-            sent += self._count(self._step)
+        core.handle = handle_prepared
+        core.scheduler.kv.pool.check_integrity = lambda: None  # it would empty the caches between two steps
+        for name in ("wake", "step", "take_messages"):
+            setattr(core, name, self._counted(getattr(core, name)))
 
-    def run_until(
-        self, is_over: Callable[[list[EngineToRouter]], bool], other: "Stepped | None" = None
-    ) -> list[EngineToRouter]:
-        """`run`, and wait for news, until the messages so far say that it is over; so does the other one meanwhile."""
-        sent = self.run()
-        deadline = time.monotonic() + WAIT_S
-        while not is_over(sent):
-            assert time.monotonic() < deadline, f"it does not end: {sent}"
-            self._news.wait(1e-3)
-            told = other.run() if other is not None else []
-            self.tell(*_find(told, KVReady))
-            sent += self.run()
-        return sent
+    def _counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            before = time.thread_time_ns()
+            result = work(*args)
+            self.cpu_ms += (time.thread_time_ns() - before) / 1e6
+            return result
 
-    def _step(self) -> list[EngineToRouter]:
-        now = time.monotonic()
-        self.core.step(now)
-        return self._take(now)
-
-    def _wake(self) -> list[EngineToRouter]:
-        self.core.wake()
-        return self._take(time.monotonic())
-
-    def _take(self, now: float) -> list[EngineToRouter]:
-        return [message for _, messages in self.core.take_messages(now) for message in messages]
-
-    def _count(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        before = time.thread_time_ns()
-        result = work(*args, **kwargs)
-        self.cpu_ms += (time.thread_time_ns() - before) / 1e6
-        return result
+        return run
 
 
 class Pair:
-    """Two engines with one connector; they hand requests over one after the other."""
+    """Two engines with one connector, or without; they hand requests over one after the other."""
 
     def __init__(self, name: str, stack: ExitStack, generator: random.Random) -> None:
-        self.name = name
-        made = []
-        for _ in range(2):
-            news = threading.Event()
-            core = stack.enter_context(
-                engine(CONNECTORS[name], NUM_BLOCKS, max_tokens=STEP_TOKENS, batch=8, layout=LAYOUT, notify=news.set)
-            )
-            scatter(core.scheduler.kv.pool, generator)
-            made.append(Stepped(core, news))
-        self.source, self.reader = made
-        self.kind = self.source.core.card.kind
-        if CONNECTORS[name] is not None:
-            for one, other in ((self.source, self.reader), (self.reader, self.source)):
-                one.tell(Peers([other.core.card]))
-                one.run()
+        self._name = name
+        self._generator = generator
+        self._numbers = count()
+        make = partial(engine, CONNECTORS[name], NUM_BLOCKS, max_tokens=STEP_TOKENS, batch=8, layout=LAYOUT)
+        self._engines = [Stepped(lambda notify: stack.enter_context(make(notify=notify))) for _ in range(2)]
+        for each in self._engines:
+            scatter(each.core.scheduler.kv.pool, generator)
+        self._pair = None if CONNECTORS[name] is None else SideBySide(*self._engines)
 
-    def hand_over(self, name: str, prompt: list[int]) -> tuple[float, float]:
+    def hand_over(self) -> tuple[float, float]:
         """CPU time of the source's step thread and of the reader's, in ms."""
-        source, reader = self.source, self.reader
+        source, reader = self._engines
         source.cpu_ms = reader.cpu_ms = 0.0
-        request = submit(name, prompt, 2)
-        if CONNECTORS[self.name] is None:
-            self._compute(request)
-        elif self.kind == "push":
-            self._push(request)
+        prompt = self._generator.choices(range(VOCAB_SIZE), k=NUM_TOKENS)
+        request = submit(f"{self._name}-{next(self._numbers)}", prompt, 2)
+        if self._pair is not None:
+            self._pair.hand_over(request)
         else:
-            self._pull(request)
-        source.run_until(lambda _: source.core.external.is_idle, reader)
-        reader.run_until(lambda _: reader.core.external.is_idle, source)
+            source.ask(replace(request, params=submit("", [], 1).params))
+            reader.ask(replace(request, output_token_ids=[7]))
         return source.cpu_ms, reader.cpu_ms
-
-    def _compute(self, request: Submit) -> None:
-        self.source.tell(msgspec.structs.replace(request, params=submit("", [], 1).params))
-        self.source.run()
-        self.reader.tell(msgspec.structs.replace(request, output_token_ids=[7]))
-        self.reader.run()
-
-    def _pull(self, request: Submit) -> None:
-        self.source.tell(msgspec.structs.replace(request, until="first_token", kv="handoff"))
-        sent = self.source.run_until(lambda told: bool(_find(told, HandedOff)))
-        (handed_off,) = _find(sent, HandedOff)
-        output = _tokens(sent)
-        asked = msgspec.structs.replace(request, kv="await_peer", output_token_ids=output, handoff=handed_off.handoff)
-        self.reader.tell(asked, *_find(sent, KVReady))
-        self.reader.run_until(lambda told: bool(_find(told, Finished)), self.source)
-        self.source.tell(Release(request.transfer_id, 0))
-
-    def _push(self, request: Submit) -> None:
-        self.reader.tell(msgspec.structs.replace(request, kv="await_peer"))
-        (allocated,) = _find(self.reader.run(), Allocated)
-        self.source.tell(
-            msgspec.structs.replace(request, until="first_token", kv="handoff"),
-            KVTicket(request.request_id, 0, allocated.ticket or b""),
-        )
-        self.reader.tell(Continue(request.request_id, 0, _tokens(self.source.run())))
-        self.reader.run_until(lambda told: bool(_find(told, Finished)), self.source)
-        key = TransferKey(request.transfer_id, 0)  # the source hears that all is sent when the reader has it
-        self.source.run_until(lambda _: not self.source.core.external.has_saves(key))
-        self.source.tell(Release(*key[:2]))
-
-
-def _find(messages: Sequence[EngineToRouter], kind: type[T]) -> list[T]:
-    return [message for message in messages if isinstance(message, kind)]
-
-
-def _tokens(messages: Sequence[EngineToRouter]) -> list[int]:
-    return [token_id for message in _find(messages, Tokens) for token_id in message.token_ids]
 
 
 def run(context: Context) -> list[Claim]:
     """One claim per connector: the dearer of its two engines."""
-    rounds = 3 if context.quick else 25
     names = [name for name in CONNECTORS if not name.startswith("nixl") or has_nixl()]
     generator = random.Random(2)
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with ExitStack() as stack:
-        pairs = [Pair(name, stack, generator) for name in names]
+        pairs = {name: Pair(name, stack, generator) for name in names}
         gc.collect()
         gc.freeze()  # as engines do when they have started
-        for number in range(rounds + 2):
-            for pair in pairs:
-                prompt = generator.choices(range(VOCAB_SIZE), k=NUM_TOKENS)
-                times = pair.hand_over(f"{pair.name}-{number}", prompt)
-                if number >= 2:
-                    took[pair.name].append(times)
+        took = take_turns({name: pair.hand_over for name, pair in pairs.items()}, 3 if context.quick else 25, warm=2)
     return [_claim(name, took) for name in names if name != "none"]
 
 
@@ -208,10 +109,5 @@ def _claim(name: str, took: Mapping[str, Sequence[tuple[float, float]]]) -> Clai
         lower, middle, upper = quantiles(times[index] - plain for times in took[name])
         figures |= {f"{who} ms": middle, f"{who} from": lower, f"{who} to": upper, f"{who} without ms": plain}
     most = max(figures["source ms"], figures["reader ms"])
-    return Claim(
-        f"step thread, a transfer of {NUM_TOKENS} tokens, {name} / {LIMIT_MS} ms",
-        most / LIMIT_MS,
-        1.0,
-        "lower",
-        figures,
-    )
+    title = f"step thread, a transfer of {NUM_TOKENS} tokens, {name} / {LIMIT_MS} ms"
+    return Claim(title, most / LIMIT_MS, 1.0, "lower", figures)
