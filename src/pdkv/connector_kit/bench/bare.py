@@ -124,18 +124,18 @@ class BareSide:
         else:
             self._transport.connect(opened.address)
 
-    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
-        """Carry out a MoveBare command."""
+    def run(self, command: p.AnyCommand) -> float:
+        """Carry out a MoveBare command; returns seconds."""
         assert isinstance(command, p.MoveBare)
         transport = self._transport
         transport.turn += 1
         if not self._gets:
             transport.send(command.in_pieces, command.timeout_s)
-            return p.Seconds(0.0)
+            return 0.0
         transport.prepare()
         start = MONOTONIC.now()
         transport.fetch(command.in_pieces, command.timeout_s)
-        return p.Seconds(MONOTONIC.now() - start)
+        return MONOTONIC.now() - start
 
     def close(self) -> None:
         """Give everything back."""

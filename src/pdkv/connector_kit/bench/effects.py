@@ -11,6 +11,7 @@ from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.handover import new_name, new_text
 from pdkv.connector_kit.rig.request import Request
+from pdkv.connectors.base import MatchedTokens
 
 THROTTLED_TO = 0.1
 """Of the pace at which the forward pass makes KV."""
@@ -189,7 +190,7 @@ def _lookup_s(world: BenchWorld, num_tokens: int) -> float:
         new_text(num_tokens), num_tokens, kv="local", transfer_id=new_name(), attempt=0, layout=reader.layout
     )
     reader.take_cost()
-    reader.ask(p.Match(request.view(), 0), p.Matched)
+    reader.ask(p.Match(request.view(), 0), MatchedTokens)
     seconds = reader.take_cost().cpu_s
     reader.tell_aborted(request.transfer_key)
     reader.step()

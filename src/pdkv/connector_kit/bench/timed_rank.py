@@ -65,12 +65,12 @@ class TimedRank(HostedRank):
             words[block] = (base ^ np.uint32((seed + block * _ODD) & 0xFFFFFFFF)).view(np.int32) & 0x3FFFFFFF
         return pool[:0].copy()
 
-    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
+    def run(self, command: p.AnyCommand) -> object:
         match command:
             case p.Await(keys=keys, timeout_s=timeout_s):
                 return self._await(keys, timeout_s)
             case p.Digest(range=tokens):
-                return p.Digests(self._digest(tokens))
+                return self._digest(tokens)
             case p.Forward(layer_s=layer_s):
                 self._num_products = _products_in(layer_s) if layer_s else 0
             case p.Throttle(bytes_per_s=rate):
@@ -79,10 +79,10 @@ class TimedRank(HostedRank):
             case p.Expect() | p.Fill():
                 pass
             case p.ForeignWrites():
-                return p.Blocks([])
+                return []
             case _:
                 return super().run(command)
-        return p.Done()
+        return None
 
     def close(self) -> None:
         self._unthrottle()

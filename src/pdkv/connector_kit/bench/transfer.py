@@ -75,7 +75,7 @@ class TimedEngine(Engine):
 
     def take_cost(self) -> Cost:
         """Seconds of the scheduler side's calls since the last time."""
-        taken = self.ask(p.TakeCalls(), p.Calls).records
+        taken = self.ask(p.TakeCalls(), list[p.CallRecord])
         self.step_cpu_s += sum(record.cpu_s for record in taken if record.name not in _BETWEEN_STEPS)
         records = [record for record in taken if record.name in _ON_SCHEDULER]
         cpu_s = sum(record.cpu_s for record in records)
@@ -84,10 +84,10 @@ class TimedEngine(Engine):
     def digest(self, tokens: p.TokenRange) -> dict[int, int]:
         """A number for the content of each KV head of the model, where `tokens` lie."""
         digests: dict[int, int] = {}
-        for rank, answer in enumerate(self.ask_all(p.Digest(tokens), p.Digests)):
+        for rank, values in enumerate(self.ask_all(p.Digest(tokens), list[int])):
             total, tp = self.layout.kv_heads_of_all_ranks, len(self.hosts)
             first = rank * total // tp
-            digests.update({first + i: value for i, value in enumerate(answer.values)})
+            digests.update({first + i: value for i, value in enumerate(values)})
         return digests
 
     def _span(self, executed: Sequence[p.Executed]) -> Span:

@@ -47,8 +47,8 @@ class Bare:
         command = p.MoveBare(in_pieces, TIMEOUT_S)
         for host in (self._source, self._reader):
             host.send("bare", command)
-        self._source.receive(p.Seconds, TIMEOUT_S)
-        return self._reader.receive(p.Seconds, TIMEOUT_S).seconds
+        self._source.receive(float, TIMEOUT_S)
+        return self._reader.receive(float, TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -64,7 +64,7 @@ class Bare:
                 host.kill()
 
     def _open(self, host: HostProcess, spec: p.OpenBare) -> bytes:
-        return host.ask("bare", spec, p.Address, TIMEOUT_S).address
+        return host.ask("bare", spec, bytes, TIMEOUT_S)
 
 
 def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) -> float:

@@ -27,6 +27,6 @@ def _damage(world: World, order: str, how: How) -> None:
     outcome = transfer.wait()
     require(outcome.code == KVCorrupted.code, f"after a {how} on the way the load ended with {outcome.code!r}")
     transfer.end()
-    count = sum(done.count for done in world.producer.ask_all(p.Unspoil(), p.Spoilt))
+    count = sum(done.num_digests for done in world.producer.ask_all(p.Unspoil(), p.Spoilt))
     require(count > 0, "nothing was damaged: the digests were made elsewhere")
     Handover(world, 52, order=order).run()

@@ -12,6 +12,7 @@ from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
 from pdkv.connector_kit.rig.sockets import listeners, send_garbage
 from pdkv.connector_kit.rig.watch import STRICT
 from pdkv.connector_kit.rig.world import AMPLE_S, TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, require
+from pdkv.connectors.base import MatchedTokens
 
 MAX_BLOCKED_S = 0.25
 """A call on the step thread that sleeps longer waits for something; others wait for the interpreter lock only."""
@@ -71,7 +72,7 @@ def _with_stopped_peer(world: World, name: str) -> None:
 
 def _load_what_is_known(world: World, transfer: Handover) -> None:
     """Ask once: whoever could tell more is stopped."""
-    matched = world.consumer.ask(p.Match(transfer.receiver.view(), 0), p.Matched)
+    matched = world.consumer.ask(p.Match(transfer.receiver.view(), 0), MatchedTokens)
     if matched.num_tokens:
         transfer.num_external = matched.num_tokens
         if not transfer.receiver.block_ids:
@@ -82,8 +83,8 @@ def _load_what_is_known(world: World, transfer: Handover) -> None:
 def _check_calls(world: World) -> None:
     """No strict call was blocked or has entered what it may not."""
     for engine in world.live_engines():
-        for calls in engine.ask_all(p.TakeCalls(), p.Calls):
-            for record in calls.records:
+        for calls in engine.ask_all(p.TakeCalls(), list[p.CallRecord]):
+            for record in calls:
                 if record.name not in STRICT:
                     continue
                 require(not record.entered, f"{record.name} calls {', '.join(record.entered)} on the step thread")
@@ -100,9 +101,9 @@ def _big_loads(world: World) -> None:
         transfer.take()
         transfer.wait()
         target = list(transfer.receiver.block_ids)
-        cost = world.consumer.ask(p.CopyCost(target), p.Seconds).seconds
-        (calls,) = world.consumer.ask_all(p.TakeCalls(), p.Calls)
-        name, seconds = max(((r.name, r.cpu_s) for r in calls.records if r.name in STRICT), key=lambda item: item[1])
+        cost = world.consumer.ask(p.CopyCost(target), float)
+        (calls,) = world.consumer.ask_all(p.TakeCalls(), list[p.CallRecord])
+        name, seconds = max(((r.name, r.cpu_s) for r in calls if r.name in STRICT), key=lambda item: item[1])
         shares.append((seconds / cost, name))
         transfer.end()
         world.check_rest()  # a save beside a pull may hold the blocks for longer

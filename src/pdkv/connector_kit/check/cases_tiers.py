@@ -9,6 +9,7 @@ from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import Handover, new_name
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
+from pdkv.connectors.base import MatchedTokens
 from pdkv.wire.tiers import TierEvents
 
 
@@ -35,7 +36,7 @@ def lower_tiers(setting: Setting) -> None:
 
 
 def _take(engine: Engine) -> Sequence[TierEvents]:
-    return engine.ask(p.TakeEvents(), p.Events).events
+    return engine.ask(p.TakeEvents(), list[TierEvents])
 
 
 def _check(transfer: Handover, tiers: dict[str, TierEvents], events: Sequence[TierEvents]) -> int:
@@ -71,10 +72,10 @@ def _found(transfer: Handover, num_tokens: int) -> int:
     reader = Request(
         transfer.sender.text, num_tokens + 1, kv="local", transfer_id=new_name(), attempt=0, layout=consumer.layout
     )
-    found: list[p.Matched] = []
+    found: list[MatchedTokens] = []
 
     def known() -> bool:
-        found[:] = [consumer.ask(p.Match(reader.view(), 0), p.Matched)]
+        found[:] = [consumer.ask(p.Match(reader.view(), 0), MatchedTokens)]
         return not found[0].ask_again
 
     transfer.world.until(known, f"the connector knows what it has of {transfer.describe()}")

@@ -6,6 +6,7 @@ from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import new_name
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connector_kit.rig.world import World, require
+from pdkv.connectors.base import MatchedTokens
 
 
 class ContentRead:
@@ -51,6 +52,6 @@ class ContentRead:
         )
 
     def _ask(self, request: Request) -> int:
-        matched = self._engine.ask(p.Match(request.view(), 0), p.Matched)
+        matched = self._engine.ask(p.Match(request.view(), 0), MatchedTokens)
         self._is_layerwise = matched.mode == "layerwise"
         return 0 if matched.ask_again else matched.num_tokens

@@ -23,16 +23,18 @@ from pdkv.connectors.base import (
     ConfirmedRange,
     ConnectorConfig,
     Direction,
+    FinishDecision,
     ScheduledRange,
     TransferKey,
     TransferOutcome,
+    TransferResults,
 )
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.kv import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
-Wanted = TypeVar("Wanted", bound=p.Answer)
+Wanted = TypeVar("Wanted")
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Engine:
         """An empty step, when the engine's loop would run one; while something is open, every `poll_s`."""
         woken = [host.take_woken(self.name) for host in self.hosts]
         due = MONOTONIC.now() >= self._last_step + poll_s and not self.is_idle
-        if any(woken) or due or self._news or self.ask(p.IsPending(), p.Truth).value:
+        if any(woken) or due or self._news or self.ask(p.IsPending(), bool):
             self.step()
 
     def step(self, *scheduled: tuple[Request, int, int]) -> None:
@@ -203,7 +205,7 @@ class Engine:
     def settle(self, executed: Sequence[p.Executed]) -> None:
         """The connector hears of the results; holds, quarantines and leases that ended are released."""
         merged = self._aggregator.add([rank.results for rank in executed])
-        results = self.ask(p.Settle(p.as_dicts(merged)), p.Settled).results
+        results = self.ask(p.Settle(p.as_dicts(merged)), TransferResults)
         for key, outcome in (*results.finished_sending.items(), *results.failed_sending.items()):
             self.sent[key] = outcome
             hold = self._holds.pop(key, None)
@@ -245,7 +247,7 @@ class Engine:
         if self.built.observes_confirmed:
             self.books.hold(request.block_ids)
             self._news.kept.append(request.block_ids)
-        ended = self.ask(p.FinishRequest(request.view(), _copy(request.block_tables)), p.RequestEnded)
+        ended = self.ask(p.FinishRequest(request.view(), _copy(request.block_tables)), FinishDecision)
         leased = request.block_ids if ended.hold_blocks else []
         self.books.hold(leased)
         self.leases[request.transfer_key] = leased
@@ -383,18 +385,18 @@ class Engine:
         added = [card for card in others if card not in self._peers]
         removed = [card for card in self._peers if card not in others]
         self._peers = others
-        answers = self.ask_all(p.UpdatePeers(others, added, removed), p.Refusals)
-        return [message for answer in answers for message in answer.messages]
+        refusals = self.ask_all(p.UpdatePeers(others, added, removed), list[str])
+        return [message for rank in refusals for message in rank]
 
     def wait_written(self, request: Request, timeout_s: float) -> None:
         """Return when something of a request's load has come, with no step in between, or when the time is over."""
         deadline = MONOTONIC.now() + timeout_s
-        while not self.ask(p.Written(request.block_ids), p.Truth).value and MONOTONIC.now() < deadline:
+        while not self.ask(p.Written(request.block_ids), bool) and MONOTONIC.now() < deadline:
             pass
 
     def foreign_writes(self) -> list[int]:
         """Blocks of any rank that were written from outside although no load had them."""
-        return sorted({block for rank in self.ask_all(p.ForeignWrites(), p.Blocks) for block in rank.block_ids})
+        return sorted({block for rank in self.ask_all(p.ForeignWrites(), list[int]) for block in rank})
 
 
 def _copy(block_tables: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -2,14 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Piece, Text
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connector_kit.rig.world import World, require
-from pdkv.connectors.base import TransferKey, TransferOutcome
+from pdkv.connectors.base import MatchedTokens, TransferKey, TransferOutcome
 from pdkv.errors import TransferError
 
 _seeds = itertools.count(1)
@@ -25,35 +24,7 @@ def new_name() -> str:
     return f"t{next(_seeds)}"
 
 
-class Steps(Protocol):
-    """What happens to a prompt, or to several together, between its first token and the load's beginning."""
-
-    def begin_prefill(self) -> None:
-        """Blocks for the whole prompt."""
-
-    def compute(self, start: int) -> None:
-        """The chunk that begins with a token."""
-
-    def hand_off(self) -> None:
-        """The first token is out."""
-
-    def find(self) -> None:
-        """The consumer asks what it can have."""
-
-    def reserve(self) -> None:
-        """The consumer has blocks before it knows."""
-
-    def allocate(self) -> None:
-        """The consumer has blocks."""
-
-    def start(self) -> None:
-        """The load begins."""
-
-    def bring_ticket(self) -> None:
-        """The ticket reaches the producer."""
-
-
-def in_order(side: Steps, order: str, starts: Sequence[int]) -> list[Callable[[], None]]:
+def in_order(side: "Handover", order: str, starts: Sequence[int]) -> list[Callable[[], None]]:
     """The steps in one of the orders that there are, the prompt in chunks that begin with the tokens `starts`."""
     prefill: list[Callable[[], None]] = [side.begin_prefill]
     for start in starts:
@@ -297,10 +268,10 @@ class Handover:
 
     def ask_until_known(self, start: int, *, at_once: bool = False) -> int:
         """get_num_new_matched_tokens until it answers; a tail that is on its way is waited for."""
-        found: list[p.Matched] = []
+        found: list[MatchedTokens] = []
 
         def known() -> bool:
-            found[:] = [self.consumer.ask(p.Match(self.receiver.view(), start), p.Matched)]
+            found[:] = [self.consumer.ask(p.Match(self.receiver.view(), start), MatchedTokens)]
             return not found[0].ask_again
 
         if not (at_once and known()):
@@ -312,7 +283,7 @@ class Handover:
         """Decode first: blocks for everything before anybody knows where it will come from."""
         self._take_hit()
         start = len(self._hit) * self.consumer.block_size
-        matched = self.consumer.ask(p.Match(self.receiver.view(), start), p.Matched)
+        matched = self.consumer.ask(p.Match(self.receiver.view(), start), MatchedTokens)
         require(matched.ask_again, f"without a hand-off it answers {matched} instead of 'ask again'")
         self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit, resume_at=self.num_tokens)
 

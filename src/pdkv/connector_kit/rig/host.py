@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from typing import Protocol
 
+import msgspec
+
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.rank import HostedRank, resource_usage
 from pdkv.errors import ConfigError, IncompatiblePeers
@@ -22,7 +24,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 class Hosted(Protocol):
     """What a host has under an engine's name."""
 
-    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
+    def run(self, command: p.AnyCommand) -> object:
         """Execute one command of the kit."""
 
     def close(self) -> None:
@@ -44,10 +46,9 @@ class Host:
                 asked = p.decode_command(self._connection.recv_bytes())
             except EOFError:
                 return
-            answer: p.AnyAnswer = p.Done()
             try:
-                if not isinstance(asked.command, p.Exit):
-                    answer = self._run(asked.engine, asked.command)
+                said = None if isinstance(asked.command, p.Exit) else self._run(asked.engine, asked.command)
+                answer: p.AnyAnswer = p.Answered(msgspec.Raw(p.encode(said)))
             except Exception as error:  # whatever the connector raises is a finding, and the kit's to judge
                 trace = "".join(traceback.format_exception(error))
                 incompatible = isinstance(error, IncompatiblePeers)
@@ -57,7 +58,7 @@ class Host:
             if isinstance(asked.command, p.Exit):
                 return
 
-    def _run(self, engine: str, command: p.AnyCommand) -> p.AnyAnswer:
+    def _run(self, engine: str, command: p.AnyCommand) -> object:
         match command:
             case p.Build():
                 rank: HostedRank = resolve_name(command.rank)(command, self._notifier(engine))
@@ -65,16 +66,16 @@ class Host:
                 return rank.built()
             case p.OpenBare():
                 self._ranks[engine] = side = resolve_name(command.side)(command)
-                return p.Address(side.address)
+                return side.address
             case p.GetUsage():
                 gc.collect()
                 return resource_usage()
             case p.Drop():
                 del self._ranks[engine]
-                return p.Done()
+                return None
             case p.Close():
                 self._ranks.pop(engine).close()
-                return p.Done()
+                return None
         return self._ranks[engine].run(command)
 
     def _notifier(self, engine: str) -> Callable[[], None]:

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.host import STACKS_SIGNAL
@@ -23,7 +25,7 @@ START_TIMEOUT_S = 120.0
 STACKS_AFTER_S = 2.0
 """A host that has not answered for so long is asked for its stacks."""
 
-Wanted = TypeVar("Wanted", bound=p.Answer)
+Wanted = TypeVar("Wanted")
 
 
 class HostFailed(PdkvError):
@@ -133,7 +135,7 @@ class HostProcess:
             raise HostFailed(f"host process {self.pid} is dead") from error
 
     def receive(self, wanted: type[Wanted], timeout_s: float) -> Wanted:
-        """The answer to the last command."""
+        """The answer to the last command, which is of this type."""
         deadline = MONOTONIC.now() + timeout_s
         stacks_due = min(STACKS_AFTER_S, timeout_s / 2)
         stacks = ""
@@ -150,8 +152,7 @@ class HostProcess:
                 continue
             if isinstance(answer, p.Raised):
                 raise _as_error(answer)
-            assert isinstance(answer, wanted), answer
-            return answer
+            return msgspec.msgpack.decode(answer.value, type=wanted)
 
     def take_woken(self, engine: str) -> bool:
         """Whether the engine's connector has called notify since the last time."""

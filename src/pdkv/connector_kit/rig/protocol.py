@@ -9,18 +9,16 @@ from pdkv.connector_kit.rig.damage import How
 from pdkv.connectors.base import (
     Cancel,
     ConnectorConfig,
-    LoadMode,
     RequestView,
     SchedulerView,
     TransferKey,
     TransferResults,
 )
 from pdkv.wire.kv import EngineCard
-from pdkv.wire.tiers import TierEvents
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """Base of what the kit asks of a host; each is answered by one Reply."""
+    """Base of what the kit asks of a host; each is answered once, by Answered or Raised."""
 
 
 class TokenRange(msgspec.Struct, frozen=True):
@@ -91,7 +89,7 @@ class FinishRequest(Command, frozen=True):
 
 
 class Settle(Command, frozen=True):
-    """resolve_results, then update_connector_output with what it said; answered by Settled."""
+    """resolve_results, then update_connector_output with what it said; answered by TransferResults."""
 
     results: TransferResults
 
@@ -166,7 +164,7 @@ class ForeignWrites(Command, frozen=True):
 
 
 class Written(Command, frozen=True):
-    """Whether something of a load has come, as some words of its blocks tell; answered by Truth."""
+    """Whether something of a load has come, as some words of its blocks tell."""
 
     block_ids: list[int]
 
@@ -259,16 +257,17 @@ class Asked(msgspec.Struct, frozen=True):
 
 # --- answers ------------------------------------------------------------------------------------------------------
 
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Base of all answers of a host."""
-
-
-class Done(Answer, frozen=True):
-    """The command was carried out."""
+Done: type[None] = type(None)
+"""What is decoded where a command has nothing to say."""
 
 
-class Raised(Answer, frozen=True):
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """The command was carried out; `value`: what it says, which whoever asked decodes as the type that is expected."""
+
+    value: msgspec.Raw
+
+
+class Raised(msgspec.Struct, frozen=True, tag=True):
     """It raised. `kind` is the type's name; `incompatible` an IncompatiblePeers, `config` another ConfigError."""
 
     kind: str
@@ -278,7 +277,16 @@ class Raised(Answer, frozen=True):
     config: bool
 
 
-class Built(Answer, frozen=True):
+class Woken(msgspec.Struct, frozen=True, tag=True):
+    """The connector has called notify; answers nothing."""
+
+    engine: str
+
+
+AnyAnswer = Answered | Raised | Woken
+
+
+class Built(msgspec.Struct, frozen=True):
     """What the connector says of itself."""
 
     observes_scheduled: bool
@@ -288,72 +296,26 @@ class Built(Answer, frozen=True):
     has_digests: bool = False  # of what it hands off
 
 
-class Refusals(Answer, frozen=True):
-    """IncompatiblePeers that were logged instead of raised while peers were updated."""
-
-    messages: list[str]
-
-
-class Matched(Answer, frozen=True):
-    """MatchedTokens."""
-
-    num_tokens: int
-    mode: LoadMode
-    ask_again: bool
-
-
-class Ticket(Answer, frozen=True):
+class Ticket(NamedTuple):
     """What update_state_after_alloc returned."""
 
     ticket: bytes | None
 
 
-class Planned(Answer, frozen=True):
+class Planned(NamedTuple):
     """Metadata; the object itself stays with the rank that made it."""
 
     holds: list[tuple[TransferKey, list[int], TransferKey]]
     meta: bytes | None
 
 
-class RequestEnded(Answer, frozen=True):
-    """What request_finished returned."""
-
-    hold_blocks: bool
-    payload: bytes | None
-    until_release: bool
-
-
-class Executed(Answer, frozen=True):
+class Executed(msgspec.Struct, frozen=True):
     """What a step reported; `wrong` says of finished loads what is wrong with their content."""
 
     results: TransferResults
     wrong: list[tuple[TransferKey, str]]
     began: float = 0.0  # of the monotonic clock, by timed ranks
     ended: float = 0.0
-
-
-class Settled(Answer, frozen=True):
-    """The results that the engine acts on."""
-
-    results: TransferResults
-
-
-class Events(Answer, frozen=True):
-    """What take_events says."""
-
-    events: list[TierEvents]
-
-
-class Truth(Answer, frozen=True):
-    """A truth value."""
-
-    value: bool
-
-
-class Blocks(Answer, frozen=True):
-    """Block ids."""
-
-    block_ids: list[int]
 
 
 class CallRecord(NamedTuple):
@@ -365,55 +327,19 @@ class CallRecord(NamedTuple):
     entered: list[str]  # calls into a transport, and waits
 
 
-class Calls(Answer, frozen=True):
-    """Connector calls in order."""
-
-    records: list[CallRecord]
-
-
-class Seconds(Answer, frozen=True):
-    """A duration in seconds."""
-
-    seconds: float
-
-
-class Digests(Answer, frozen=True):
-    """One number for each of the rank's KV heads."""
-
-    values: list[int]
-
-
-class Spoilt(Answer, frozen=True):
+class Spoilt(NamedTuple):
     """What was damaged: so many digests, and of the targets which."""
 
-    count: int
+    num_digests: int
     targets: list[int]
 
 
-class Address(Answer, frozen=True):
-    """Where a bare transport's other side finds this one."""
-
-    address: bytes
-
-
-class Usage(Answer, frozen=True):
+class Usage(NamedTuple):
     """Open descriptors by what they are, names of threads, resident bytes that belong to no file."""
 
     descriptors: list[str]
     threads: list[str]
     resident_bytes: int
-
-
-class Woken(Answer, frozen=True):
-    """The connector has called notify; answers nothing."""
-
-    engine: str
-
-
-AnyAnswer = (
-    Done | Raised | Built | Refusals | Matched | Ticket | Planned | RequestEnded | Executed | Settled | Events | Truth
-    | Blocks | Calls | Seconds | Digests | Spoilt | Address | Usage | Woken
-)  # fmt: skip
 
 
 def as_dicts(results: TransferResults) -> TransferResults:

@@ -71,7 +71,7 @@ class HostedRank:
             error_codes=sorted(_codes(TransferError)),
         )
 
-    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
+    def run(self, command: p.AnyCommand) -> object:
         """Execute one command of the kit."""
         match command:
             case p.Execute():
@@ -87,19 +87,19 @@ class HostedRank:
             case p.Fill():
                 self._write(command.range, garbage=not command.range.text)
             case p.ForeignWrites():
-                return p.Blocks(self._foreign_writes())
+                return self._foreign_writes()
             case p.Written(block_ids=block_ids):
                 words, known = self._words[block_ids, ..., 0], self._known_words[block_ids, ..., 0]
-                return p.Truth(not np.array_equal(words, known))
+                return not np.array_equal(words, known)
             case p.TakeCalls():
-                return p.Calls(self._watch.take())
+                return self._watch.take()
             case p.Instrument():
                 self._watch.traced = command.on
             case p.CopyCost():
-                return p.Seconds(self._copy_cost(command.block_ids))
+                return self._copy_cost(command.block_ids)
             case _:
                 return self._run_scheduler(command)
-        return p.Done()
+        return None
 
     def close(self) -> None:
         """As an engine shuts down; twice, for all of it is idempotent."""
@@ -113,14 +113,13 @@ class HostedRank:
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
-    def _run_scheduler(self, command: p.AnyCommand) -> p.AnyAnswer:
+    def _run_scheduler(self, command: p.AnyCommand) -> object:
         scheduler, table, call = self._scheduler, self._table, self._watch.call
         assert scheduler is not None
         assert table is not None
         match command:
             case p.Match(request=request, num_computed=num):
-                matched = call("get_num_new_matched_tokens", scheduler.get_num_new_matched_tokens, request, num)
-                return p.Matched(matched.num_tokens, matched.mode, matched.ask_again)
+                return call("get_num_new_matched_tokens", scheduler.get_num_new_matched_tokens, request, num)
             case p.Allocate(request=request, block_tables=block_tables, num_external=num):
                 alloc = scheduler.update_state_after_alloc
                 return p.Ticket(call("update_state_after_alloc", alloc, request, block_tables, num))
@@ -130,19 +129,16 @@ class HostedRank:
                 holds = [(hold.key, list(hold.block_ids), hold.owner) for hold in meta.holds]
                 return p.Planned(holds, msgspec.msgpack.encode(meta) if encode else None)
             case p.FinishRequest(request=request, block_tables=block_tables):
-                finished = call("request_finished", scheduler.request_finished, request, block_tables)
-                return p.RequestEnded(finished.hold_blocks, finished.payload, finished.until_release)
+                return call("request_finished", scheduler.request_finished, request, block_tables)
             case p.Settle(results=results):
                 resolved = call("resolve_results", scheduler.resolve_results, results)
                 if resolved:
                     call("update_connector_output", scheduler.update_connector_output, resolved)
-                return p.Settled(p.as_dicts(resolved))
+                return p.as_dicts(resolved)
             case p.TakeEvents():
-                return p.Events(
-                    [] if scheduler.tiers is None else list(call("take_events", scheduler.tiers.take_events))
-                )
+                return [] if scheduler.tiers is None else list(call("take_events", scheduler.tiers.take_events))
             case p.IsPending():
-                return p.Truth(call("has_pending_work", lambda: scheduler.has_pending_work))
+                return call("has_pending_work", lambda: scheduler.has_pending_work)
             case p.Reuse(block_ids=block_ids):
                 for block_id in block_ids:
                     table.reuse(block_id)
@@ -151,14 +147,14 @@ class HostedRank:
                     table.publish(block_id, keys)
             case _:
                 raise TypeError(f"a host does not know {command!r}")
-        return p.Done()
+        return None
 
-    def _update_peers(self, command: p.UpdatePeers) -> p.Refusals:
+    def _update_peers(self, command: p.UpdatePeers) -> list[str]:
         with _logged_refusals() as refusals:
             if self._scheduler is not None:
                 self._watch.call("update_peers", self._scheduler.update_peers, command.cards)
             self._watch.call("update_peers", self._worker.update_peers, command.added, command.removed)
-        return p.Refusals(refusals)
+        return refusals
 
     # --- worker side ----------------------------------------------------------------------------------------------
 
