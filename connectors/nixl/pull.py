@@ -45,16 +45,16 @@ class NixlPullWorker(NixlWorker, PullWorker):
         """Register the pool with NIXL. Raises ConfigError."""
         on_device = kv_cache.device.type != "cpu"
         self.lanes_per_rank = self._options.threads_per_peer or (DEVICE_THREADS if on_device else 1)
-        self.rank.open(kv_cache, self._table.values if self.config.rank == 0 else None, no_offer, self.wake_if_late)
+        self.open(kv_cache, self._table.values if self.config.rank == 0 else None, no_offer)
         self.checksums = Checksums(self.config, kv_cache)
         if self.config.kv_checksum != "off":
-            self.source_digests = SourceDigests(self.checksums.pool, self.rank.endpoint.register_digests())
-        self.rank.endpoint.start()
+            self.source_digests = SourceDigests(self.checksums.pool, self.endpoint.register_digests())
+        self.endpoint.start()
         self.start_threads()
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         super().start_load_kv(meta)
-        self.rank.source.after = meta.earlier_steps or ON_HOST
+        self.source.after = meta.earlier_steps or ON_HOST
 
     def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
         load, layout, peer = piece.load, self.config.layout, piece.card.layout
@@ -62,13 +62,13 @@ class NixlPullWorker(NixlWorker, PullWorker):
         if load.unit != peer.block_size:
             raise KVNotFound(f"engine {load.engine} is read by whole blocks only")
         if layout == peer and load.start % layout.block_size == 0:
-            return self.rank.reader.read_blocks(job, blob, as_ids(load.source), as_ids(load.block_ids))
+            return self.reader.read_blocks(job, blob, as_ids(load.source), as_ids(load.block_ids))
         wanted = Wanted(piece.source_units(), piece.heads.peer_first, piece.own_units(layout), piece.own_part(layout))
-        return self.rank.reader.read_units(job, blob, wanted)
+        return self.reader.read_units(job, blob, wanted)
 
     def read_digested(self, job: Job, piece: PullPiece, scratch: Any, tokens: Tokens) -> Landed:
         """In one pass, where the peer's pool is mapped."""
-        source = self.rank.endpoint.sources.source(self._ranks.rank(*piece.peer_rank))
+        source = self.endpoint.sources.source(self._ranks.rank(*piece.peer_rank))
         if source is None or source.mapped is None:
             return super().read_digested(job, piece, scratch, tokens)
         source.will_read()
@@ -76,8 +76,8 @@ class NixlPullWorker(NixlWorker, PullWorker):
 
     def read_digests(self, job: Job, piece: PullPiece, scratch: Any, units: Ids, generations: Ids) -> DigestRows:
         blob = self._ranks.rank(*piece.peer_rank)
-        return self.rank.reader.digests(job, blob, units, generations)
+        return self.reader.digests(job, blob, units, generations)
 
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
         """As rank 0's table has them."""
-        return self.rank.reader.generations(job, self._ranks.rank(piece.load.engine, piece.load.epoch, 0), blocks)
+        return self.reader.generations(job, self._ranks.rank(piece.load.engine, piece.load.epoch, 0), blocks)

@@ -10,31 +10,31 @@ from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.receiver import PushReceiver
 from pdkv.connectors.nixl.sender import PushSender
-from pdkv.connectors.nixl.worker import NixlWorker
-from pdkv.connectors.peer.push_worker import Incoming, PushPiece, PushWorker
+from pdkv.connectors.nixl.worker import NixlPush
+from pdkv.connectors.peer.push_worker import Incoming, PushPiece
 from pdkv.connectors.transfer.worker import Job
 
 if TYPE_CHECKING:
     import torch
 
 
-class NixlPushWorker(NixlWorker, PushWorker):
+class NixlPushWorker(NixlPush):
     """Worker side of mode=push."""
 
     def __init__(
         self, config: ConnectorConfig, notify: Callable[[], None], endpoint: NixlEndpoint, options: NixlOptions
     ) -> None:
         super().__init__(config, notify, endpoint, options)
-        self._receiver = PushReceiver(self, self.rank, options.lanes)
-        self._sender = PushSender(self, self.rank)
+        self._receiver = PushReceiver(self, options.lanes)
+        self._sender = PushSender(self)
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
         super().register_kv_caches(kv_cache)
-        self.rank.open(kv_cache, None, self._sender.offered, self.wake_if_late)
+        self.open(kv_cache, None, self._sender.offered)
         self._sender.listen()
         self._receiver.listen()
-        self.rank.endpoint.start()
+        self.endpoint.start()
         self.start_threads()
 
     def forget_agents(self, agents: Sequence[str]) -> None:

@@ -15,10 +15,10 @@ from pdkv.connectors.arena.memory import NUM_WORDS
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.blocks import expand_blocks
 from pdkv.connectors.nixl.fetch import Wanted
-from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Offer, OfferDigests, RankBlob, Taken
+from pdkv.connectors.nixl.worker import NixlPush
 from pdkv.connectors.peer.cards import Incarnation
-from pdkv.connectors.peer.push_worker import PushWorker, piece_ids
+from pdkv.connectors.peer.push_worker import piece_ids
 from pdkv.connectors.transfer.block_runs import unpack_blocks
 from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.connectors.transfer.lanes import IOLanes, LaneConfig
@@ -94,10 +94,9 @@ class _Sender:
 class PushReceiver:
     """Reads offers into the blocks of their transfers. Thread-safe."""
 
-    def __init__(self, worker: PushWorker, rank: NixlRank, lanes: LaneConfig) -> None:
+    def __init__(self, worker: NixlPush, lanes: LaneConfig) -> None:
         self._worker = worker
-        self._rank = rank
-        self._endpoint = rank.endpoint
+        self._endpoint = worker.endpoint
         self._lock = threading.Lock()  # guards the next two
         self._early: list[_Arrival] = []  # the oldest first
         self._senders: dict[str, _Sender] = {}  # by agent; those with an open offer
@@ -257,7 +256,7 @@ class PushReceiver:
 
     def _read(self, blob: RankBlob, offer: Offer) -> _Read:
         """Read it, then see whether it still stood: if not, its blocks may have been another request's."""
-        worker, rank = self._worker, self._rank
+        worker = self._worker
         job, incoming = worker.find_incoming(offer.key)
         piece = offer.piece
         incoming.check_range(piece)
@@ -283,7 +282,7 @@ class PushReceiver:
         wanted = Wanted(theirs, offer.head_start, ours, piece.part, offer.offer, guard)
         num_bytes = self._read_digested(reading, blob, offer, wanted, own)
         num_bytes = num_bytes or self._read_only(reading, blob, offer, wanted)
-        if rank.reader.word(reading, blob, offer.permit) != offer.nonce:
+        if worker.reader.word(reading, blob, offer.permit) != offer.nonce:
             raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
         with guard():
             found = None if own is None else own.finish()
@@ -291,7 +290,7 @@ class PushReceiver:
 
     def _read_only(self, reading: "_Reading", blob: RankBlob, offer: Offer, wanted: Wanted) -> int:
         """Read blocks or units. Returns the bytes."""
-        reader, part = self._rank.reader, wanted.part
+        reader, part = self._worker.reader, wanted.part
         if not offer.whole:
             return reader.read_units(reading, blob, wanted)
         layers = range(part.layer_start, part.layer_stop)
@@ -307,9 +306,9 @@ class PushReceiver:
             return 0
         theirs, tokens = wanted.theirs, own.tokens
         if offer.whole:
-            theirs = expand_blocks(theirs, self._rank.units.units_per_block)[: tokens.units.size]
+            theirs = expand_blocks(theirs, self._worker.units.units_per_block)[: tokens.units.size]
         wanted = wanted._replace(theirs=theirs, ours=tokens.units)
-        digests = self._rank.reader.read_digested(reading, blob, wanted, own.pool, tokens)
+        digests = self._worker.reader.read_digested(reading, blob, wanted, own.pool, tokens)
         if digests is None:
             return 0
         own.take(digests)
@@ -336,7 +335,7 @@ class _Reading:
 
 
 @contextmanager
-def _writing(worker: PushWorker, job: Job) -> Iterator[None]:
+def _writing(worker: NixlPush, job: Job) -> Iterator[None]:
     """While a posted receive's blocks are written. Raises TransferCancelled when they may not be."""
     if not worker.enter(job):
         raise TransferCancelled("cancelled", key=job.key)

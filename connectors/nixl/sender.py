@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from pdkv.connectors.nixl.memory import Permit
-from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Offer, OfferDigests, RankBlob, Taken
-from pdkv.connectors.peer.push_worker import PushPiece, PushWorker, piece_ids, range_of
+from pdkv.connectors.nixl.worker import NixlPush
+from pdkv.connectors.peer.push_worker import PushPiece, piece_ids, range_of
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVNotFound, PdkvError, TransferError
@@ -29,10 +29,9 @@ class _Offered(NamedTuple):
 class PushSender:
     """Offers of one rank. Thread-safe."""
 
-    def __init__(self, worker: PushWorker, rank: NixlRank) -> None:
+    def __init__(self, worker: NixlPush) -> None:
         self._worker = worker
-        self._rank = rank
-        self._endpoint = rank.endpoint
+        self._endpoint = worker.endpoint
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the next one
         self._offers: dict[int, _Offered] = {}
@@ -54,7 +53,7 @@ class PushSender:
         ids = piece_ids(
             send.block_ids, layout.block_size, send.start, send.stop, table_start=send.start, in_units=not whole
         )
-        per_id = len(piece.layers) * layout.layer_bytes if whole else self._rank.units.unit_bytes(piece.part)
+        per_id = len(piece.layers) * layout.layer_bytes if whole else self._worker.units.unit_bytes(piece.part)
         permit = self._endpoint.permits.give()
         if permit is None:
             raise TransferError("too many offers stand already", key=send.key)

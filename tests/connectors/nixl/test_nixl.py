@@ -157,16 +157,16 @@ def check_nothing_is_left(*engines: Any) -> None:
     """All slots are free again, all jobs have ended."""
     for engine in engines:
         if isinstance(engine, Engine):
-            wait_until_true(lambda e=engine: [w.rank.source.num_free_slots for w in e.workers] == _slots(e), "slots")  # type: ignore[misc]
+            wait_until_true(lambda e=engine: [w.source.num_free_slots for w in e.workers] == _slots(e), "slots")  # type: ignore[misc]
             assert [worker.num_open_jobs for worker in engine.workers] == [0] * engine.tp
-            buffers = engine.workers[0].rank.endpoint.buffers
+            buffers = engine.workers[0].endpoint.buffers
             assert buffers.num_free == buffers.count
         else:
             wait_until_true(lambda e=engine: len(set(e.call("free_slots"))) == 1, "slots")  # type: ignore[misc]
 
 
 def _slots(engine: Engine) -> list[int]:
-    return [worker.rank.endpoint.slots.count for worker in engine.workers]
+    return [worker.endpoint.slots.count for worker in engine.workers]
 
 
 # --- content ------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_a_pull_from_a_stopped_peer_ends_at_its_deadline(world: World) -> None:
     handoff = prefill.hand_off("stopped", theirs, 64)
     prefill.signal(signal.SIGSTOP)
     decode.load(awaiting(handoff), scattered(4, 7))
-    gathered = decode.workers[0].rank.reader.gathered
+    gathered = decode.workers[0].reader.gathered
     world.let_time_out(decode, "stopped", lambda: gathered._open_requests("p/1/0"))
     prefill.signal(signal.SIGCONT)
     hand_over("pull", world, prefill, decode, 100)
@@ -399,10 +399,10 @@ def test_only_who_an_offer_was_made_to_can_say_that_it_is_taken(world: World) ->
     ticket = decode.load(view("t", kv="await_peer", num_tokens=65), scattered(4, 7), 0)
     sender = prefill.workers[0]
     taken: list[Any] = []
-    sender.rank.endpoint.handle(Taken, lambda blob, message: taken.append((blob, message)))
+    sender.endpoint.handle(Taken, lambda blob, message: taken.append((blob, message)))
     prefill.push("t", ticket, scattered(4), 0, 64, last=True)
     wait_until_true(lambda: taken, "the receiver's word is here")
-    (theirs, message), forger = taken[0], sender.rank.endpoint.peers.agent("o/1/0")
+    (theirs, message), forger = taken[0], sender.endpoint.peers.agent("o/1/0")
     with pytest.raises(TransferError, match=r"offer .* was made to agent d/1/0"):
         sender._sender._on_taken(forger, message)
     assert sender.num_open_jobs == 1
@@ -481,7 +481,7 @@ def test_who_is_deaf_to_ucx_still_gets_its_neighbours_messages(
     """F5: UCX's queue within a host has one tail for all senders. Who is killed while it sends blocks it for good."""
     prefill, decode = world.pair(mode, GATHER_ALL)
     hand_over(mode, world, prefill, decode, 100)  # UCX has connected
-    monkeypatch.setattr(decode.workers[0].rank.endpoint._agent, "receive", list)
+    monkeypatch.setattr(decode.workers[0].endpoint._agent, "receive", list)
     hand_over(mode, world, prefill, decode, 100)
 
 
@@ -495,7 +495,7 @@ def test_a_source_that_stood_still_hears_that_a_request_is_over(
     options = {**of("pull"), **GATHER_ALL, **PATIENT}
     prefill, decode = (world.local(name, options=options) for name in "pd")
     introduce(prefill, decode)
-    source, reader = (engine.workers[0].rank for engine in (prefill, decode))
+    source, reader = (engine.workers[0] for engine in (prefill, decode))
     bell, address = reader.endpoint._doorbell, source.endpoint._doorbell.address
     real, sent = bell.send, list[Any]()
 
@@ -537,7 +537,7 @@ def test_a_source_frees_the_slots_of_a_reader_that_forgot_it_for_a_while(world: 
     options = {**of("pull"), **GATHER_ALL, **PATIENT}
     prefill, decode = (world.local(name, options=options) for name in "pd")
     introduce(prefill, decode)
-    source, reader = (engine.workers[0].rank for engine in (prefill, decode))
+    source, reader = (engine.workers[0] for engine in (prefill, decode))
 
     def begin_load() -> str:
         key = world.key()
@@ -562,7 +562,7 @@ def test_a_source_frees_the_slots_of_a_reader_that_forgot_it_for_a_while(world: 
 def test_an_error_that_nobody_expects_ends_no_thread(world: World) -> None:
     prefill, decode = world.local("p", options=BY_UCX), world.local("d", options=BY_UCX)
     introduce(prefill, decode)
-    source, reader = (engine.workers[0].rank for engine in (prefill, decode))
+    source, reader = (engine.workers[0] for engine in (prefill, decode))
     source.endpoint.handle(Freed, lambda blob, message: 1 // 0)
     to_source = reader.endpoint.peers.agent("p/1/0")
     for _ in range(2):
@@ -574,7 +574,7 @@ def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.Monkey
     """F2, F17: from agents that nobody knows and from those that everybody does."""
     monkeypatch.setattr("pdkv.connectors.nixl.inbox._EARLY_S", 0.0)  # who is not known by now never will be
     prefill, decode = world.pair("push", BY_UCX)
-    endpoint = decode.workers[0].rank.endpoint
+    endpoint = decode.workers[0].endpoint
     stranger = Listening("stranger", 4096, 0)
     posing = Listening("p/1/0", 4096, 0)
     try:

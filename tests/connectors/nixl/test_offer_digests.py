@@ -52,7 +52,7 @@ def push(prefill: Engine, decode: Engine, key: str = "t", target: Sequence[int] 
 
 def tamper(prefill: Engine, change: Callable[[OfferDigests], Sequence[Wire]]) -> None:
     """What prefill says of digests is said otherwise from now on."""
-    endpoint = prefill.workers[0].rank.endpoint
+    endpoint = prefill.workers[0].endpoint
     send = endpoint.send
 
     def said(blob: Any, message: Wire) -> None:
@@ -142,7 +142,7 @@ def test_what_comes_without_its_digests_is_damaged(
     change, what = LIES[lie]
     clock = VirtualClock()
     prefill, decode = pair(make, path, clock)
-    send = prefill.workers[0].rank.endpoint.send
+    send = prefill.workers[0].endpoint.send
     tamper(prefill, change)
     with caplog.at_level(logging.WARNING):
         push(prefill, decode)
@@ -154,7 +154,7 @@ def test_what_comes_without_its_digests_is_damaged(
     assert what in caplog.text
     assert prefill.ended("t").code
     wait_until_true(lambda: not receiver_of(decode)._senders, "the offer is answered")
-    prefill.workers[0].rank.endpoint.send = send
+    prefill.workers[0].endpoint.send = send
     push(prefill, decode, "again")
     assert decode.ended("again").code == ""
 
@@ -197,8 +197,8 @@ def test_digests_that_come_twice_count_once(make: Any) -> None:
     other = make(Engine, "o", options={"mode": "push"})
     decode.meet(with_digests(prefill), with_digests(other))
     other.meet(with_digests(decode))
-    to_decode = next(iter(prefill.workers[0].rank.endpoint.peers.ranks_of("d", "1")))
-    foreign = other.workers[0].rank.endpoint
+    to_decode = next(iter(prefill.workers[0].endpoint.peers.ranks_of("d", "1")))
+    foreign = other.workers[0].endpoint
 
     def say_more(said: OfferDigests) -> list[Wire]:
         foreign.send(to_decode, OfferDigests(said.offer, bytes(32)))
@@ -213,7 +213,7 @@ def test_digests_that_come_twice_count_once(make: Any) -> None:
 
 def test_an_offer_that_is_made_twice_is_read_once(make: Any, hold: threading.Event) -> None:
     prefill, decode = pair(make)
-    endpoint, offers = prefill.workers[0].rank.endpoint, []
+    endpoint, offers = prefill.workers[0].endpoint, []
     send = endpoint.send
 
     def note(blob: Any, message: Wire) -> None:
@@ -224,7 +224,7 @@ def test_an_offer_that_is_made_twice_is_read_once(make: Any, hold: threading.Eve
     push(prefill, decode)
     wait_until_true(lambda: any(arrival.read for arrival in opened(decode)), "the offer has been read")
     send(*offers[0])
-    inbox = decode.workers[0].rank.endpoint._inbox
+    inbox = decode.workers[0].endpoint._inbox
     wait_until_true(lambda: inbox.num_bad_messages == 1, "the second one is refused")
     hold.set()
     assert decode.ended("t").code == ""

@@ -165,7 +165,7 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monk
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     prefill.meet(decode.card)
     decode.meet(prefill.card)
-    source = decode.workers[0].rank.endpoint.sources.source(blob_of(prefill.card))
+    source = decode.workers[0].endpoint.sources.source(blob_of(prefill.card))
     reached, go_on = threading.Event(), threading.Event()
     real = source.copy
 
@@ -180,7 +180,7 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monk
     prefill.push("t", ticket, BLOCKS, 0, TOKENS, last=True)
     assert reached.wait(20.0)
     errors: list[str] = []
-    endpoint = decode.workers[0].rank.endpoint
+    endpoint = decode.workers[0].endpoint
     monkeypatch.setattr(endpoint, "try_send", lambda blob, message: errors.append(message.code) or True)
     prefill.workers[0].cancel(TransferKey("t", 1), "send")
     assert prefill.ended("t").code == "transfer_cancelled"
@@ -197,7 +197,7 @@ def test_a_word_that_no_sender_has_is_a_typed_error(make: Any, path: str) -> Non
     options = {"mode": "push", "path": path}
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     decode.meet(prefill.card)
-    source = decode.workers[0].rank.endpoint.sources.source(blob_of(prefill.card))
+    source = decode.workers[0].endpoint.sources.source(blob_of(prefill.card))
     for number in (-1, 4096, 2**40):
         with pytest.raises(Exception, match="word"):
             source.word(number)
@@ -215,7 +215,7 @@ def test_offers_that_nobody_expects_are_kept_so_many_at_most(make: Any, monkeypa
     decode.meet(*(sender.card for sender in senders))
     receiver = decode.workers[0]._receiver
     answers: list[tuple[str, str]] = []
-    endpoint = decode.workers[0].rank.endpoint
+    endpoint = decode.workers[0].endpoint
     monkeypatch.setattr(endpoint, "try_send", lambda blob, message: answers.append((blob.agent, message.code)) or True)
     for number in range(MAX_EARLY):
         for sender in senders[:2]:
@@ -250,7 +250,7 @@ def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
 
     monkeypatch.setattr(receiver, "_read", read)
     monkeypatch.setattr(
-        worker.rank.endpoint, "try_send", lambda _, message: answers.put((message.offer, message.code)) or True
+        worker.endpoint, "try_send", lambda _, message: answers.put((message.offer, message.code)) or True
     )
     for number in range(10):
         receiver._on_offer(blob, offer_of("t", number))
