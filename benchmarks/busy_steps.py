@@ -8,21 +8,18 @@ engine and by one without a store.
 
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
-from pdkv.assemble.engine import build_engine
-from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
-from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import Abort, Finished, RouterToEngine, Submit
+from pdkv.testing.engine import InProcessEngine, of_type, submit
+from pdkv.wire.messages import Abort, Finished, RouterToEngine
 from pdkv.wire.tiers import CacheOrder
 
 NUM_STREAMS = 8
@@ -44,42 +41,32 @@ class Step(NamedTuple):
     is_loading: bool  # from before its beginning
 
 
-class BusyEngine:
-    """An aggregated engine over host memory, or over nothing."""
+class BusyEngine(InProcessEngine):
+    """An aggregated engine over host memory, or over nothing; the benchmark says when it takes a step."""
 
-    def __init__(self, model: Path, directory: str | None) -> None:
+    def __init__(self, build: Callable[[Callable[[], None]], EngineCore]) -> None:
+        super().__init__(build)
         self.steps: list[Step] = []
         self.num_open = 0  # requests
-        self._woken = threading.Event()
         self._rng = random.Random(5)
         self._number = 0
-        config = EngineConfig(model=model, device="cpu", threads=1, kv_cache_memory=2 << 30, max_num_seqs=64)
-        options = {"url": f"host://{directory}/kv?capacity=4GiB"}
-        handoff = None if directory is None else HandoffConfig(connector="store", connector_config=options)
-        self.core: EngineCore = build_engine(config, handoff, name="busy", epoch="1", notify=self._woken.set)
-        self.core.router_joined("r", "1")
 
     def prompts(self, num_tokens: int) -> list[list[int]]:
         """Prompts that nobody has seen."""
         return [self._rng.choices(range(3, VOCABULARY), k=num_tokens) for _ in range(NUM_PROMPTS)]
 
-    def ask(self, prompts: list[list[int]], num_output: int) -> None:
-        """For so many tokens behind each."""
-        for prompt in prompts:
-            self._number += 1
-            params = SamplingParams(max_tokens=num_output, temperature=0.0, seed=0, ignore_eos=True)
-            submit = Submit(
-                request_id=f"r{self._number}", transfer_id=f"t{self._number}", attempt=0, prompt_token_ids=prompt,
-                params=params,
-            )  # fmt: skip
-            self.core.handle("r", submit, time.monotonic())
-            self.num_open += 1
-
     def order(self, message: RouterToEngine) -> None:
         """Something that the next steps do."""
-        self.core.handle("r", message, time.monotonic())
+        self.core.handle("r", message, self.clock.now())
 
-    def run_until(self, is_over: Callable[[], bool]) -> None:
+    def want(self, prompts: list[list[int]], num_output: int) -> None:
+        """So many tokens behind each, of the next steps."""
+        for prompt in prompts:
+            self._number += 1
+            self.order(submit(prompt, request_id=f"r{self._number}", max_tokens=num_output))
+            self.num_open += 1
+
+    def step_until(self, is_over: Callable[[], bool]) -> None:
         """A step, and more until it is over."""
         deadline = time.monotonic() + WAIT_S
         self.step()
@@ -89,17 +76,17 @@ class BusyEngine:
 
     def step(self) -> None:
         """One step."""
-        if self._woken.is_set():
-            self._woken.clear()
+        if self._is_woken:
+            self._is_woken = False
             self.core.wake()
         is_loading = bool(self.core.external.loads)
         began = time.perf_counter()
         self.core.settle_finished()
-        plan = self.core.plan_step(time.monotonic())
-        self.core.finish_step(self.core.executor.execute(plan), time.monotonic())
+        plan = self.core.plan_step(self.clock.now())
+        self.core.finish_step(self.core.executor.execute(plan), self.clock.now())
         seconds = time.perf_counter() - began
-        for _, messages in self.core.take_messages(time.monotonic()):
-            self.num_open -= sum(isinstance(message, Finished) for message in messages)
+        for _, messages in self.core.take_messages(self.clock.now()):
+            self.num_open -= len(of_type(messages, Finished))
         if plan.num_tokens:
             self.steps.append(Step(plan.num_tokens, seconds, is_loading))
 
@@ -112,8 +99,8 @@ class BusyEngine:
     def start_streams(self) -> None:
         """Eight requests decode, and nothing else happens."""
         self.steps.clear()
-        self.ask(self.prompts(STREAM_CONTEXT), STREAM_LEN)
-        self.run_until(lambda: self.has_streams_only)
+        self.want(self.prompts(STREAM_CONTEXT), STREAM_LEN)
+        self.step_until(lambda: self.has_streams_only)
         self.steps.clear()
 
     def end_streams(self) -> None:
@@ -121,17 +108,18 @@ class BusyEngine:
         for key in list(self.core.requests):
             self.order(Abort(*key))
         self.num_open = 0
-        self.run_until(lambda: self.core.external.is_idle)
+        self.step_until(lambda: self.core.external.is_idle)
 
 
 @contextmanager
 def _engine(model: Path, *, has_store: bool) -> Iterator[BusyEngine]:
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-", dir="/dev/shm") as directory:
-        engine = BusyEngine(model, directory if has_store else None)
-        try:
+        options = {"url": f"host://{directory}/kv?capacity=4GiB"}
+        engine = BusyEngine.of_model(
+            model, "store" if has_store else "", options, threads=1, kv_cache_memory=2 << 30, max_num_seqs=64
+        )
+        with closing(engine):
             yield engine
-        finally:
-            engine.core.shutdown()
 
 
 def run(context: Context) -> list[Claim]:
@@ -155,8 +143,8 @@ Found = tuple[float, float, Literal["lower"], dict[str, float]]
 
 def _measure_loads(engine: BusyEngine, num_tokens: int, rounds: int) -> Found:
     stored = [[*prompt, 7] for prompt in engine.prompts(num_tokens)]  # a token is computed behind the hit
-    engine.ask(stored, 1)
-    engine.run_until(lambda: not engine.num_open and engine.core.external.is_idle)
+    engine.want(stored, 1)
+    engine.step_until(lambda: not engine.num_open and engine.core.external.is_idle)
     alone: list[Step] = []
     took: list[Step] = []
     for turn in range(rounds + 1):
@@ -164,13 +152,13 @@ def _measure_loads(engine: BusyEngine, num_tokens: int, rounds: int) -> Found:
         for prompt in stored:
             for _ in range(QUIET_STEPS // NUM_PROMPTS):
                 engine.step()
-            engine.ask([prompt], 1)
-            engine.run_until(lambda: engine.has_streams_only)
+            engine.want([prompt], 1)
+            engine.step_until(lambda: engine.has_streams_only)
         quiet = [step for step in engine.steps if not step.is_loading]
         engine.order(CacheOrder(order_id="forget", action="clear", tier="pool"))
         engine.steps.clear()
-        engine.ask(stored, 1)
-        engine.run_until(lambda: engine.has_streams_only)
+        engine.want(stored, 1)
+        engine.step_until(lambda: engine.has_streams_only)
         if turn:  # the first warms up
             alone += quiet
             took += [step for step in engine.steps if step.is_loading]
@@ -187,8 +175,8 @@ def _measure_saves(engine: BusyEngine, other: BusyEngine, num_tokens: int, round
         prompts = engine.prompts(num_tokens)
         for each in (engine, other) if turn % 2 else (other, engine):
             each.start_streams()
-            each.ask(prompts, 1)
-            each.run_until(lambda each=each: each.has_streams_only)
+            each.want(prompts, 1)
+            each.step_until(lambda each=each: each.has_streams_only)
             if turn:
                 took[each] += each.steps
             each.end_streams()
