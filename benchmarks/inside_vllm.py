@@ -18,7 +18,7 @@ from benchmarks.conversations import make_turns, play
 from benchmarks.models import find_model
 from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
-from benchmarks.servers import Server, get
+from benchmarks.servers import Server, metric
 
 BLOCK, POOL_TOKENS, MAX_LEN = 32, 2048, 1536
 CHUNK = 256
@@ -77,9 +77,5 @@ def _serving(folder: Path, model: Path, transfer: Mapping[str, Any] | None) -> I
 
 def _external_share(server: Server) -> float:
     """Prompt tokens that came from below the pool, of all."""
-    counts = {"external_kv_transfer": 0.0}
-    for line in get(server.url + "/metrics").decode().splitlines():
-        if line.startswith("vllm:prompt_tokens_by_source_total{"):
-            source = line.partition('source="')[2].partition('"')[0]
-            counts[source] = counts.get(source, 0.0) + float(line.split()[-1])
-    return counts["external_kv_transfer"] / max(1.0, sum(counts.values()))
+    name = "vllm:prompt_tokens_by_source_total"
+    return metric(server, name, source="external_kv_transfer") / max(1.0, metric(server, name))
