@@ -53,6 +53,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         """How long it may be at most until something has to happen."""
         return min(self.timeout_s, self.stall_timeout_s)
 
+    def most_tokens(self, num_output: int) -> int:
+        """Of prompt and output in the end, where it says so; else with one token behind the `num_output` so far."""
+        most = num_output + 1 if self.params.max_tokens is None else self.params.max_tokens
+        return len(self.prompt_token_ids) + most
+
 
 class Delta(NamedTuple):
     """What is new since the last delta; several steps may have piled up in it."""

@@ -1,6 +1,7 @@
 """The engines as the router sees them: card, life, load, health, breakers."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pdkv.router.engines.breakers import Breaker, PairBreakers, common_sides
 from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.speeds import Speeds
-from pdkv.router.request import Route
+from pdkv.router.request import GenerateRequest, Route
 from pdkv.wire.kv import EngineCard, Order
 from pdkv.wire.refusal_note import RefusalNote
 from pdkv.wire.reports import BlockCounts, LoadReport
@@ -69,6 +70,10 @@ class EngineState:
     def serves(self) -> bool:
         """Whether new requests are meant for it: it is ready, no suspect, and not drained."""
         return self.life == "ready" and not self.suspicion and not self.draining
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether so many tokens, prompt and output, are within its length, as far as is known."""
+        return self.card is None or num_tokens <= self.card.max_model_len
 
     @property
     def suspicion(self) -> str:
@@ -192,6 +197,7 @@ class Fleet:
         self.engines: dict[str, EngineState] = {}
         self.complete_once = complete_once  # every engine has been ready at the same time
         self._identity = identity
+        self._shortest = math.inf  # of all lengths that engines ever had
         self.pairs = PairBreakers()
         self.speeds = Speeds()
         self._foreign: frozenset[tuple[str, str]] = frozenset()  # ready engines that no KV can pass between
@@ -221,6 +227,7 @@ class Fleet:
             state.refusal, state.refused_card = str(error), card
             raise
         self._identity = card.model
+        self._shortest = min(self._shortest, card.max_model_len)
         state.refusal = state.refused_card = None
         state.life, state.card, state.load, state.books = "ready", card, None, Books()
         state.role = state.assigned or card.role
@@ -311,6 +318,20 @@ class Fleet:
         paired = _less(understood, self._without_partner(side, failing) | common_sides(failing))
         closed = [e for e in paired if e.breaker.passes(now)] or paired
         return [e.view(side) for e in closed]
+
+    def too_short(self, request: GenerateRequest, num_output: int) -> set[str]:
+        """Engines whose lengths a request behind so many output tokens exceeds: those that decode have to take all of
+        it, prefill engines the prompt, what is out, and one token more.
+        """
+        most = request.most_tokens(num_output)
+        if most <= self._shortest:
+            return set()
+        so_far = min(len(request.prompt_token_ids) + num_output + 1, most)
+        return {e.name for e in self.engines.values() if not e.takes(so_far if e.role == "prefill" else most)}
+
+    def decode_suffices(self, short: Collection[str]) -> bool:
+        """Whether decode engines compute what these are `too_short` for: prefill engines are among them."""
+        return any(self.engines[name].role == "prefill" for name in short)
 
     def can_lend(self, lender: str, borrower: str, avoided: Collection[tuple[str, str]]) -> bool:
         """Whether `borrower` may be told to read what `lender` has cached. One that is draining still lends.

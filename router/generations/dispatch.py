@@ -35,7 +35,7 @@ from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.router.routing.prefix_index import PrefixIndex
-from pdkv.router.routing.route_chooser import SIDES, RouteChooser
+from pdkv.router.routing.route_chooser import RouteChooser
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.kv import Order
 from pdkv.wire.refusal_note import RefusalNote
@@ -173,10 +173,12 @@ class Dispatcher(Listener):
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt + output that all engines take, in tokens; None before any was ready. One that died may be
-        back before what is taken in the meantime is run: what it takes still holds.
+        """Longest prompt + output that all engines that decode take, in tokens; None before any was ready. One that
+        died may be back before what is taken in the meantime is run: what it takes still holds. Prefill engines may
+        take less: decode engines run by themselves what is too long for those.
         """
-        cards = (engine.card for engine in self.fleet.engines.values() if not engine.refusal)
+        engines = self.fleet.engines.values()
+        cards = (engine.card for engine in engines if engine.role != "prefill" and not engine.refusal)
         return min((card.max_model_len for card in cards if card is not None), default=None)
 
     def engines(self) -> list[EngineSnapshot]:
@@ -295,7 +297,8 @@ class Dispatcher(Listener):
     def _can_leave(self, generation: Generation, engine: str) -> bool:
         """Whether others can do what the engine does for it; where it does all of it, both sides' part."""
         route = generation.flow.route
-        sides: tuple[Side, ...] = SIDES if route.aggregated else ("decode",) if engine == route.decode else ("prefill",)
+        one: tuple[Side, ...] = ("decode",) if engine == route.decode else ("prefill",)
+        sides = self.recovery.sides_needed(generation) if route.aggregated else one
         without = {*self.recovery.excluded(generation), engine}
         return all(self._routes.can_go_on(side, self._clock(), without) for side in sides)
 

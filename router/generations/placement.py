@@ -45,7 +45,7 @@ class Placement:
             if self._routes.has_engine("decode", now, {*without, prefill}):
                 engine = self._routes.choose_decode(prompt, prefill, now, without=without)
                 return flow.bind_decode(engine, now)
-        route = self._routes.choose(prompt, now, without=without)
+        route = self._routes.choose(prompt, now, without=without, num_output=len(flow.output_token_ids))
         generation.num_uncached = self._holdings.given(prompt, route.prefill, route.offer, now)
         if flow.awaits_decode:  # only the engine that ran it could decode it
             return [*flow.reset(), *flow.begin(route, now)]

@@ -123,13 +123,13 @@ class Recovery:
         return None
 
     def excluded(self, generation: Generation) -> Collection[str]:
-        """Engines that it must not be sent to: those that failed it, those that it left and that are not well yet, and
-        for a suspect those that run another one.
+        """Engines that it must not be sent to: those too short for it, those that failed it, those that it left and
+        that are not well yet, and for a suspect those that run another one.
         """
-        failures = generation.failures
+        failures, names = generation.failures, self._too_short(generation)
         if failures is None:
-            return ()
-        names = {name for name, epoch in failures.failed.items() if self._epoch(name) == epoch}
+            return names
+        names |= {name for name, epoch in failures.failed.items() if self._epoch(name) == epoch}
         names |= {name for name, epoch in failures.left.items() if self._epoch(name) == epoch and self._is_left(name)}
         if failures.leaving:
             names.add(failures.leaving)
@@ -190,18 +190,26 @@ class Recovery:
         failures = generation.failures or FailureRecord()
         if is_final(failures.error):
             return False  # what may be its own fault waits for no second engine
-        sides: tuple[Side, ...] = ("decode",) if generation.flow.awaits_decode else ("prefill", "decode")
-        found = [any(self._may_come(side, failures)) for side in sides]
+        short = self._too_short(generation)
+        found = [any(self._may_come(side, failures, short)) for side in self.sides_needed(generation)]
         return any(found) if self.config.take_over else all(found)
 
-    def _may_come(self, side: Side, failures: FailureRecord) -> Iterator[bool]:
+    def sides_needed(self, generation: Generation) -> tuple[Side, ...]:
+        """Engines of which sides it needs to go on from the beginning, or from its hand-off."""
+        alone = generation.flow.awaits_decode or self._fleet.decode_suffices(self._too_short(generation))
+        return ("decode",) if alone else ("prefill", "decode")
+
+    def _too_short(self, generation: Generation) -> set[str]:
+        return self._fleet.too_short(generation.flow.request, len(generation.flow.output_token_ids))
+
+    def _may_come(self, side: Side, failures: FailureRecord, short: Collection[str]) -> Iterator[bool]:
         for engine in self._fleet.engines.values():
             if engine.role not in (side, "any"):
                 continue
             if engine.life != "ready":
                 yield not engine.refused
             elif engine.card is not None:
-                yield failures.failed.get(engine.name) != engine.card.epoch
+                yield failures.failed.get(engine.name) != engine.card.epoch and engine.name not in short
 
     def park(self, generation: Generation) -> None:
         """It waits until an engine comes, or for its deadline."""
@@ -220,10 +228,11 @@ class Recovery:
     def kind_of(self, generation: Generation) -> object:
         """Equal for generations for which the same engines are out of the question."""
         failures, flow = generation.failures, generation.flow
+        short = frozenset(self._too_short(generation))
         if failures is None:
-            return flow.awaits_decode, flow.route.prefill
+            return flow.awaits_decode, flow.route.prefill, short
         failed, left = (tuple(sorted(names.items())) for names in (failures.failed, failures.left))
-        return flow.awaits_decode, flow.route.prefill, failures.is_suspect, failed, left
+        return flow.awaits_decode, flow.route.prefill, short, failures.is_suspect, failed, left
 
     def parked(self) -> list[Generation]:
         """Those that wait, in order."""

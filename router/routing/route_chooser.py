@@ -71,21 +71,37 @@ class RouteChooser:
         self.num_local_turns = 0  # requests that decode engines were given because they had nearly all of the prompt
         self._num_prefill = 1  # candidates when one was chosen last
 
-    def choose(self, prompt: PromptKV, now: float, *, without: Collection[str] = (), may_stay: bool = False) -> Route:
-        """Both sides, none of them in `without`; an aggregated engine is its own decode side.
+    def choose(
+        self,
+        prompt: PromptKV,
+        now: float,
+        *,
+        without: Collection[str] = (),
+        may_stay: bool = False,
+        num_output: int = 0,
+    ) -> Route:
+        """Both sides, none of them in `without` or too short; an aggregated engine is its own decode side.
 
         Where prefill goes first, decode is left open: who is free then, and lives, is known when the prompt is done.
+        What is too long for prefill is run by decode alone.
 
         Args:
             may_stay: nothing of the request is out yet: it may be run where nearly all of its prompt is cached.
+            num_output: tokens that are out.
 
         Raises:
             NoEngine: no engine of a role is ready.
             EngineUnavailable: the two have no order in common.
         """
+        short = self._fleet.too_short(prompt.request, num_output)
+        without = {*without, *short}
         prefill, decode = (self._candidates(side, now, without) for side in SIDES)
-        if self._take_over and (prefill or decode) and not (prefill and decode):
-            engine = self._choose_prefill(prompt, prefill or decode, now)
+        most = prompt.request.most_tokens(num_output)
+        able = decode if not prefill and (self._take_over or self._fleet.decode_suffices(short)) else []
+        if self._take_over and not decode:
+            able = [engine for engine in prefill if self._fleet.engines[engine.name].takes(most)]
+        if able:
+            engine = self._choose_prefill(prompt, able, now)
             return Route(engine, engine)
         for side, candidates in zip(SIDES, (prefill, decode), strict=True):
             if not candidates:
@@ -93,9 +109,10 @@ class RouteChooser:
         first = self._prefill_of(prompt, prefill, now)
         if self._fleet.engines[first].role == "any":
             return Route(first, first)
-        if not any(self._fleet.can_hand_over(first, engine.name) for engine in decode):
+        is_foreign = not any(self._fleet.can_hand_over(first, engine.name) for engine in decode)
+        if is_foreign and self._fleet.engines[first].takes(most):
             return Route(first, first)  # as any engine can: what it computes, nobody else could read
-        if self._fleet.engines[first].lacks_store and not prompt.request.probe:
+        if is_foreign or (self._fleet.engines[first].lacks_store and not prompt.request.probe):
             alone = self.choose_decode(prompt, first, now, without=without)
             return Route(alone, alone)  # nothing comes of a hand-off: it would compute the prompt once more
         offer = self._holdings.find_offer(prompt, first, now)

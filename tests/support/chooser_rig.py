@@ -50,7 +50,7 @@ class ChooserRig:
             self.fleet.add(name, role)
             self.index.add_engine(name)
             self.tiers.add_engine(name)
-        self.fleet.came_up(name, make_card(name, role, **card))
+        self.fleet.came_up(name, make_card(name, role, **({"max_model_len": 1 << 20} | card)))
 
     def keys_of(self, engine: str, num_tokens: int, request: GenerateRequest) -> list[bytes]:
         """Block keys of the prompt's first tokens."""

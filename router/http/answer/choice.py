@@ -96,7 +96,7 @@ class Choice:
         self._num_echoed = 0  # characters
         params = msgspec.structs.replace(job.params, seed=seed, stop=())  # the engines know nothing of stop strings
         room = model.max_model_len - len(self.prompt.token_ids)
-        if params.max_tokens is not None and params.max_tokens > room:  # only a default can be: see prepare_completion
+        if params.max_tokens is None or params.max_tokens > room:  # only a default can be: see prepare_completion
             params = msgspec.structs.replace(params, max_tokens=room)
         if sibling is not None:
             params = msgspec.structs.replace(params, prompt_logprobs=None)

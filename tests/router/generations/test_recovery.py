@@ -1,8 +1,9 @@
 """Requests whose engines die, fail or are left: they go on elsewhere, wait for an engine, or are given up."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import pytest
@@ -438,6 +439,86 @@ async def test_a_prefill_engine_decodes_what_it_has_handed_off_where_it_takes_ov
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
         assert generation.decode_engine == "prefill-0"
         assert len(system.backends["prefill-0"].heard(Release)) == 1
+
+
+# --- unequal lengths ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def unequal(num_decode: int, prefill_len: int, *decode_lens: int, **options: Any) -> AsyncIterator[System]:
+    """One prefill engine and so many decode engines, of these lengths in tokens; the last one's holds for the rest."""
+    async with live(System(1, num_decode, **options), start=False) as system:
+        system.dispatcher.connect()
+        lengths = {"prefill-0": prefill_len} | {f"decode-{i}": decode_lens[-1] for i in range(num_decode)}
+        lengths |= {f"decode-{i}": length for i, length in enumerate(decode_lens)}
+        for name, length in lengths.items():
+            system.backends[name].start(system.card(name, max_model_len=length))
+        yield system
+
+
+@pytest.mark.parametrize("num_out", [9, 10, 30])
+async def test_a_stream_beyond_prefill_s_length_is_taken_over_by_another_decode_engine(num_out: int) -> None:
+    """A prompt of 20 tokens and so many behind it, with a prefill engine for 30."""
+    async with unequal(2, 30, 100) as system:
+        assert system.dispatcher.max_model_len == 100
+        generation = system.dispatcher.start(long_request(60))
+        num_prompt = len(generation.flow.request.prompt_token_ids)
+        assert num_prompt == 20
+        victim = await kill_at(system, generation, num_out)
+        tokens, last = await collect(generation)
+        assert (tokens, last.finish_reason) == (expected_output(generation.flow.request), "length")
+        assert {generation.decode_engine, victim} == {"decode-0", "decode-1"}
+        fits = num_prompt + num_out < 30
+        assert len(submits(system, generation.request_id, "handoff")) == 1 + fits
+        assert generation.flow.route.aggregated == (not fits)
+
+
+async def test_a_stream_beyond_prefill_s_length_leaves_engines_that_drain() -> None:
+    async with unequal(3, 30, 100) as system:
+        generation = system.dispatcher.start(long_request(60))
+        engines = []
+        for num_out in (20, 30, 40):
+            go_on = stop_where(system, lambda task, most=num_out: len(task.output) >= most)  # type: ignore[misc]
+            await until(lambda most=num_out: len(generation.flow.output_token_ids) == most)  # type: ignore[misc]
+            engines.append(generation.decode_engine)
+            system.dispatcher.fleet.engines[generation.decode_engine].draining = True
+            assert system.dispatcher.move(generation, "it drains", spared=True) == (num_out < 40)
+            go_on()
+        assert sorted(engines) == ["decode-0", "decode-1", "decode-2"]
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+
+async def test_a_prompt_beyond_prefill_s_length_is_run_by_decode() -> None:
+    async with unequal(1, 30, 100) as system:
+        for num_prompt, is_alone in ((28, False), (29, False), (30, True), (90, True)):
+            generation = await check_right(system, make_request(num_prompt, max_tokens=5))
+            assert generation.flow.route.aggregated == is_alone
+            assert generation.decode_engine == "decode-0"
+        one = await check_right(system, make_request(29, max_tokens=1))
+        assert one.flow.route.prefill == "prefill-0"
+
+
+@pytest.mark.parametrize("take_over", [False, True])
+async def test_a_stream_waits_for_an_engine_of_its_length_and_no_shorter_one_cuts_it(take_over: bool) -> None:
+    """Neither a shorter decode engine, nor a prefill engine that would take over."""
+    async with unequal(2, 30, 100, 40, recovery=RecoveryConfig(take_over=take_over)) as system:
+        assert system.dispatcher.max_model_len == 40, "what each of them takes"
+        streams = [system.dispatcher.start(long_request(60)) for _ in range(2)]
+        assert await kill_at(system, streams[0], 5) == "decode-0"
+        await until(lambda: system.dispatcher.num_parked == 2)
+        await check_right(system, make_request(20, max_tokens=10))
+        system.backends["decode-0"].start(system.card("decode-0", epoch="e1", max_model_len=100))
+        assert (await collect(streams[0]))[0] == expected_output(streams[0].flow.request)
+        assert (await collect(streams[1]))[0] == expected_output(streams[1].flow.request)
+
+
+async def test_no_stream_waits_where_all_engines_are_too_short_for_it() -> None:
+    async with unequal(1, 30, 100) as system:
+        stream = system.dispatcher.start(long_request(60))
+        await kill_at(system, stream, 5)
+        system.backends["decode-0"].start(system.card("decode-0", epoch="e1", max_model_len=40))
+        with pytest.raises(EngineDied):
+            await collect(stream)
 
 
 async def hand_off_to_nobody(system: System) -> tuple[list[Generation], list[Generation]]:
