@@ -3,11 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 from deployments import Launch
 from faults.replies import CASES, ask_all, check_kill
 from faults.tokens import cut_by_token
-from traffic import wait_for_rest
+from kills import KILLS_BOUND_S, STREAMS, kill_under_load, num_migrations, right_answers
+from traffic import wait_for_engines, wait_for_rest, wait_until_true
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,28 @@ def test_no_reply_shows_at_which_token_decode_was_killed(launch: Launch, tmp_pat
         assert (outcome.requests, outcome.failed, outcome.wrong, outcome.hung) == (2, 0, 0, 0), outcome
         assert outcome.there == 2
         assert outcome.counters["migrations"] >= 2
+
+
+def test_streams_beyond_prefill_s_length_outlive_their_decode_engine(launch: Launch) -> None:
+    """Prefill has a fifth of the length that decode has, and that is advertised; some prompts exceed it, too."""
+    long, most = 200, 1000
+    lengths = ("--prefill-max-model-len", str(long), "--decode-max-model-len", str(most))
+    deployment = launch("--prefill", "1", "--decode", "2", "--policy", "round_robin", *lengths)
+    assert [len(ask.prompt) + ask.max_tokens > long for ask in STREAMS] == [True] * len(STREAMS)
+    assert {len(ask.prompt) > long for ask in STREAMS} == {True, False}
+    assert httpx.get(deployment.url + "/v1/models").json()["data"][0]["max_model_len"] == most
+    whole = deployment.complete([65] * (most - 50), max_tokens=50, ignore_eos=True).json()
+    assert whole["usage"]["completion_tokens"] == 50
+    assert deployment.complete([65] * (most - 50), max_tokens=51).json()["error"]["code"] == "context_length_exceeded"
+    expected = right_answers(deployment)
+
+    def kill() -> int:
+        before, pids = num_migrations(deployment), deployment.pids()
+        victim = pids["decode-0"]
+        streams, _ = asyncio.run(kill_under_load(deployment, victim, when_begun=len(STREAMS), later=[]))
+        assert [answer.token_ids for answer in streams] == expected, deployment.log
+        wait_for_engines(deployment, [victim])
+        return num_migrations(deployment) - before
+
+    wait_until_true(lambda: kill() >= 2, "a kill amid streams", KILLS_BOUND_S)
+    wait_for_rest(deployment)
