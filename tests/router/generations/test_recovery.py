@@ -441,7 +441,7 @@ async def test_a_prefill_engine_decodes_what_it_has_handed_off_where_it_takes_ov
         assert len(system.backends["prefill-0"].heard(Release)) == 1
 
 
-# --- unequal lengths ----------------------------------------------------------------------------------------------------
+# --- unequal lengths ----------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
