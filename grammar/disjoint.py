@@ -23,10 +23,10 @@ def are_disjoint(branches: Sequence[Mapping[str, Any] | bool], resolve: Resolve)
 
 
 def _apart(one: Schema, other: Schema, resolve: Resolve, depth: int) -> bool:
-    ones, others = _values(one), _values(other)
+    ones, others = values_in(one), values_in(other)
     if ones is not None and others is not None:
         return {identity(value) for value in ones}.isdisjoint(map(identity, others))
-    types, other_types = _types(one, ones), _types(other, others)
+    types, other_types = types_in(one, ones), types_in(other, others)
     if types and other_types and not types & other_types:
         return True
     if types == other_types == {"object"} and depth:
@@ -47,11 +47,12 @@ def _objects_apart(one: Schema, other: Schema, resolve: Resolve, depth: int) -> 
     )
 
 
-def _values(schema: Schema) -> list[Any] | None:
+def values_in(schema: Schema) -> list[Any] | None:
+    """All that `const` or `enum` allow; None: it has neither."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
-def _types(schema: Schema, values: Sequence[Any] | None) -> set[str]:
+def types_in(schema: Schema, values: Sequence[Any] | None) -> set[str]:
     """The types of what fulfils it, number for integer; empty where any may."""
     if values is not None:
         return {type_of(value) for value in values}

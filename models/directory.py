@@ -124,7 +124,7 @@ class ModelDirectory:
         name = str(said).removesuffix("Fast")
         if model_type == "qwen2" or (model_type == "qwen3" and said is None):
             name = "Qwen2Tokenizer"
-        if model_type not in ("llama", "qwen2", "qwen3") or name not in (*_CLASS_TOKENS, *_OTHER_CLASSES):
+        if model_type not in (None, "llama", "qwen2", "qwen3") or name not in (*_CLASS_TOKENS, *_OTHER_CLASSES):
             return None
         written, by_bytes = self._tokenizer_file, b"ByteLevel" in bytes(self._tokenizer_file.decoder)
         is_bpe = isinstance(written.model.vocab, dict) and written.model.type in (None, "BPE")

@@ -11,43 +11,12 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import recall
 
-CHAT_TEMPLATE = """\
-{%- macro text(content) -%}
-{%- if content is string -%}{{ content }}{%- else -%}
-{%- for part in content or [] -%}{{ part['text'] }}{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- macro tool_list() -%}
-{%- if tools -%}Tools:{%- for tool in tools -%}{{ '\\n' + tool['function'] | tojson }}{%- endfor -%}{%- endif -%}
-{%- endmacro -%}
-{{- bos_token -}}
-{%- if tools and messages[0]['role'] not in ['system', 'developer'] -%}{{ '<|system|>' + tool_list() }}{%- endif -%}
-{%- for message in messages -%}
-{%- if message['role'] in ['system', 'developer'] -%}
-{{- '<|system|>' + text(message['content']) -}}
-{%- if loop.first and tools -%}{{ '\\n' + tool_list() }}{%- endif -%}
-{%- elif message['role'] == 'user' -%}
-{{- '<|user|>' + text(message['content']) -}}
-{%- elif message['role'] == 'tool' -%}
-{{- '<|user|><tool_response>\\n' + text(message['content']) + '\\n</tool_response>' -}}
-{%- elif message['role'] == 'assistant' -%}
-{{- '<|assistant|>' + text(message['content']) -}}
-{%- for call in message['tool_calls'] or [] -%}
-{%- set arguments = call['function']['arguments'] -%}
-{%- if not loop.first -%}{{ '\\n' }}{%- endif -%}
-{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
-{{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- eos_token -}}
-{%- else -%}{{ raise_exception('unknown role: ' + message['role']) }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
-"""
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 _WORDS = (
     "get find read list search look up city name user date time weather price code text query id count page place item"
 )

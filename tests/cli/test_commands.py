@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.host import memory_limits
 from pdkv.host.memory_limits import MemoryBound
+from pdkv.kernels import compiled
 from pdkv.launch import launcher
 from pdkv.router.routing.policies import POLICIES
 
@@ -158,6 +160,9 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
             "the KV pool of 1 MiB holds 256 tokens, but a request may have 512 (max_model_len), which take 2 MiB",
         ),
         (["launch", "--check", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
+        (["launch", "--check", "--chat-template", "no-such.jinja"], "no-such.jinja: no such file"),
+        (["launch", "--revision", "main"], "--revision main is not supported: a revision is part of the model's name"),
+        (["launch", "--kv-transfer-config", "{}", "--hf-overrides", "{}", "--tp", "3"], "cannot be divided among 3"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -174,12 +179,31 @@ def test_a_launch_can_be_checked_without_starting_anything(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_limits, "available_memory", lambda: MemoryBound(10 << 30, "MemAvailable"))
-    assert run("launch", "--check", "--port", "0", "--prefill", "2", "--decode-kv-cache-memory", "8MiB") == 0
-    first, *engines = capsys.readouterr().out.splitlines()
+    flags = ["--host", "0.0.0.0", "--port", "0", "--prefill", "2", "--decode-kv-cache-memory", "8MiB"]
+    assert run("launch", "--check", *flags) == 0
+    said = capsys.readouterr()
+    assert "0.0.0.0 can be reached from other hosts, and --api-key-file is not given" in said.err
+    first, *engines = said.out.splitlines()
     assert first.startswith("2 prefill, 1 decode, connector shared_memory: pdkv-default from ")
     assert [line.split(":")[0].strip() for line in engines] == ["prefill-0", "prefill-1", "decode-0"]
     assert engines[0].endswith("a KV pool of 1.2 GiB for 77 requests of the longest length, 4096 tokens")
     assert engines[2].endswith("a KV pool of 8 MiB for 1 requests of the longest length, 2048 tokens")
+
+
+@pytest.fixture
+def no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No compiled library lies beside the module that finds them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
+        compiled._paths.cache_clear()
+        yield
+    compiled._paths.cache_clear()
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_launch_without_compiled_kernels_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("launch", "--check", "--port", "0") == 0
+    assert "compiled kernels are absent: torch computes instead" in capsys.readouterr().err
 
 
 def test_the_help_of_launch_has_choices_and_examples_and_each_engine_option_once(

@@ -83,6 +83,34 @@ def test_ids_texts_and_chat_ids_are_those_of_transformers(published: Any, name: 
             assert ours.encode(ours.render_chat(CHAT, tools=tools), add_special_tokens=False) == ids
 
 
+@pytest.mark.parametrize(
+    "name", ["SmolLM2-1.7B-Instruct", "Llama-2-7b-chat-hf", "Qwen2.5-7B-Instruct", "Mistral-7B-Instruct-v0.3"]
+)
+def test_without_a_model_type_the_class_of_the_tokenizer_counts(published: Any, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    shutil.copytree(published(name), path)
+    config = json.loads((path / "config.json").read_text())
+    del config["model_type"]
+    (path / "config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.from_dir(path), their_tokenizer(path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text), text
+
+
+def test_a_tokenizer_that_cannot_encode_is_broken(published: Any, tmp_path: Path) -> None:
+    """Its library panics, which is no Exception."""
+    path = tmp_path / "model"
+    shutil.copytree(published("DeepSeek-R1-Distill-Qwen-7B"), path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+        "single": [{"SpecialToken": {"id": "absent", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    }  # fmt: skip
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=r"tokenizer\.json: broken: "):
+        Tokenizer.from_dir(path)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_end_tokens_are_those_of_transformers(published: Any, name: str) -> None:
     import transformers

@@ -356,3 +356,22 @@ def test_what_a_schema_says_of_a_value_is_soon_known(schema: dict[str, Any], kin
         "$defs": schema.get("$defs", {}),
     }
     assert kinds_of(member_schema(tool, "a")) == kinds
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "argument", "wrong"),
+    [
+        ("glm45", "a b", "x", "the tool 'a b'"),
+        ("qwen3_coder", "a>b", "x", "the tool 'a>b'"),
+        ("mistral", "a b", "x", "the tool 'a b'"),
+        ("pythonic", "a-b", "x", "the tool 'a-b'"),
+        ("pythonic", "a", "x-y", "the argument 'x-y'"),
+        ("qwen3_coder", "a", "x>", "the argument 'x>'"),
+    ],
+)
+def test_names_that_a_format_has_no_place_for_are_refused(family: str, name: str, argument: str, wrong: str) -> None:
+    parameters = {"type": "object", "properties": {argument: {"type": "string"}}}
+    tools = read_tools([{"type": "function", "function": {"name": name, "parameters": parameters}}])
+    calls = Calls(parser=TOOL_PARSERS.load(family), tools=tools, required=True, several=False)
+    with pytest.raises(InvalidRequest, match=f"{re.escape(wrong)} cannot be written by this model"):
+        AnswerRules(calls=calls).grammar(lambda text: True, SchemaTime())

@@ -51,6 +51,8 @@ def test_a_parameter_with_a_help_text_is_a_flag() -> None:
         ("n", True, "n must be a whole number of at least 1 and up to 128, got True"),
         ("n", 10**30, "n must be a whole number of at least 1 and up to 128, got 1000"),
         ("stop", ["a"] * 65, "stop must have at most 64 entries, got 65"),
+        ("structured_outputs", 5, "structured_outputs must be a mapping, got 5"),
+        ("logit_bias", 5, "logit_bias must be a mapping"),
         ("stop", 5, "stop must be a list of non-empty texts with a length of up to 64, got 5"),
         ("logit_bias", {5: 101}, "logit_bias={5: 101}: Expected `float` <= 100.0"),
         ("bad_words", ["a", " "], "bad_words=['a', ' ']: Expected `str` matching regex"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
+from pdkv.parsers.tools import ToolChoice
 from pdkv.sampling.params import PARAMS_IN_BODIES, SamplingParams
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -203,19 +204,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     provider_specific_fields: dict[str, Any] | None = None  # litellm's notes on a reply that is sent back
 
 
-class ToolName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function by its name."""
-
-    name: str
-
-
-class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tool that is to be called."""
-
-    type: Literal["function"]
-    function: ToolName
-
-
 class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
@@ -232,7 +220,7 @@ class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     audio: None = None
     echo: OnlyFalse | None = None

@@ -10,8 +10,8 @@ from pdkv.parsers.json_list import JsonListParser
 from pdkv.parsers.reasoning import Thinking
 from pdkv.parsers.registry import TOOL_PARSERS
 from pdkv.parsers.tool_parser import ToolParser
-from pdkv.parsers.tools import Tool, find_tool, read_tools
-from pdkv.router.http.read.bodies import ChatBody, NamedToolChoice
+from pdkv.parsers.tools import NamedToolChoice, Tool, find_tool, read_tools
+from pdkv.router.http.read.bodies import ChatBody
 from pdkv.router.http.read.prompts import Prompt
 from pdkv.router.http.read.served_model import ServedModel
 

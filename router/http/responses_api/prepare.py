@@ -9,15 +9,14 @@ import msgspec
 from pdkv.base.limits import MAX_REPEATED_BYTES, MAX_RESPONSE_LOGPROBS, clip
 from pdkv.errors import InvalidRequest
 from pdkv.parsers.answer import AnswerFormat
+from pdkv.parsers.tools import NamedToolChoice, ToolName
 from pdkv.router.http.read.ascii_json import ascii_json
 from pdkv.router.http.read.bodies import (
     ChatBody,
     GenerationBody,
     JsonSchema,
-    NamedToolChoice,
     ResponseFormat,
     StreamOptions,
-    ToolName,
 )
 from pdkv.router.http.read.decoding import BodyDecoder
 from pdkv.router.http.read.job import Job, prepare_chat

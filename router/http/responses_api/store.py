@@ -1,7 +1,7 @@
 """Responses that are kept for a while, so that a client can go on from one by its id: in memory, per API key."""
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,8 +35,8 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._max_conversation_bytes = max_conversation_bytes
         self._clock = clock
-        self._owners: dict[str, OrderedDict[str, _Entry]] = {}  # what was used last is last
-        self._sizes: dict[str, int] = {}
+        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()  # by owner and id, in order of their ends
+        self._sizes: Counter[str] = Counter()  # by owner
         self._lock = threading.Lock()
 
     @property
@@ -48,8 +48,8 @@ class ResponseStore:
         """Keep what a response and its request add to the `previous` one."""
         entry = _Entry(previous, items, self._clock() + self.keep_s)
         with self._lock:
-            self._owners.setdefault(owner, OrderedDict())[response_id] = entry
-            self._sizes[owner] = self._sizes.get(owner, 0) + entry.size
+            self._entries[owner, response_id] = entry
+            self._sizes[owner] += entry.size
             self._forget()
 
     def conversation(self, owner: str, response_id: str) -> bytes:
@@ -60,11 +60,10 @@ class ResponseStore:
         """
         with self._lock:
             self._forget()
-            entries = self._owners.get(owner, OrderedDict())
             found: list[tuple[str, _Entry]] = []
             size, name = 0, response_id
             while name:
-                entry = entries.get(name)
+                entry = self._entries.get((owner, name))
                 if entry is None:
                     raise _not_found(response_id)
                 found.append((name, entry))
@@ -79,22 +78,19 @@ class ResponseStore:
             until = self._clock() + self.keep_s
             for name, entry in reversed(found):
                 entry.until = until
-                entries.move_to_end(name)
+                self._entries.move_to_end((owner, name))
         return b",".join(entry.items for _, entry in reversed(found) if entry.items)
 
     def _forget(self) -> None:
         now = self._clock()
-        for owner in list(self._owners):
-            while (oldest := next(iter(self._owners.get(owner, {}).values()), None)) and oldest.until <= now:
-                self._drop_oldest(owner)
+        while (oldest := next(iter(self._entries), None)) and self._entries[oldest].until <= now:
+            self._drop(oldest)
         while self.held > self._max_bytes:
-            self._drop_oldest(max(self._sizes, key=self._sizes.__getitem__))
+            [(owner, _)] = self._sizes.most_common(1)
+            self._drop(next(key for key in self._entries if key[0] == owner))
 
-    def _drop_oldest(self, owner: str) -> None:
-        _, entry = self._owners[owner].popitem(last=False)
-        self._sizes[owner] -= entry.size
-        if not self._owners[owner]:
-            del self._owners[owner], self._sizes[owner]
+    def _drop(self, key: tuple[str, str]) -> None:
+        self._sizes[key[0]] -= self._entries.pop(key).size
 
 
 def _not_found(response_id: str) -> InvalidRequest:

@@ -195,7 +195,8 @@ class Option:
         if "size" in self.details and "multiple_of" not in self.bounds:
             return "a size such as 512MiB"
         words = {int: "a whole number", float: "a number", bool: "true or false", Names: "a list of non-empty texts"}
-        found = "a list" if self.is_list else "text"
+        has_keys = isinstance(self.base, msgspec.StructMeta) or typing.get_origin(self.base) in (dict, Mapping)
+        found = "a list" if self.is_list else "a mapping" if has_keys else "text"
         found = words.get(self.base, found) + " of seconds" * (self.base is float and self.name.endswith("_s"))
         if "multiple_of" in self.bounds:
             found = f"a multiple of {self.bounds['multiple_of']}"

@@ -14,7 +14,7 @@ class Theirs(NamedTuple):
     """One of vLLM's options."""
 
     ours: str = ""  # the option here that means the same
-    neutral: tuple[Any, ...] = ()  # values that are accepted and change nothing; None is always one
+    neutral: tuple[Any, ...] = ()  # values that are accepted and change nothing; None and empty ones always are
     advice: str = ""  # what to do instead of any other value; {name} stands for an option here
 
     @property
@@ -23,9 +23,10 @@ class Theirs(NamedTuple):
         return any(isinstance(value, bool) for value in self.neutral)
 
     def accepts(self, value: Any) -> bool:
-        """Whether that value changes nothing. `value`: as a program gives it, or text."""
+        """Whether that value changes nothing, as an empty one does. `value`: as a program gives it, or text."""
         text = str(value).lower()
-        return value is None or any(value == neutral or text == str(neutral).lower() for neutral in self.neutral)
+        neutral = ("none", "{}", "[]", "()", *(str(neutral).lower() for neutral in self.neutral))
+        return text in neutral or value in self.neutral
 
 
 _ALIASES = {
@@ -160,6 +161,7 @@ def own_name(name: str, value: Any, known: Collection[str], show: Callable[[str]
     Raises:
         ConfigError: this value is not supported; the message says what to do instead.
     """
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
     role = "" if name in VLLM else next((role for role in ("prefill_", "decode_") if name.startswith(role)), "")
     theirs = VLLM.get(name.removeprefix(role))
     if theirs is None or (theirs.ours and role + theirs.ours not in known):

@@ -15,7 +15,6 @@ from pdkv.cli import engines as cli_engines
 from pdkv.cli import generate as cli_generate
 from pdkv.cli import key as cli_key
 from pdkv.cli import launch as cli_launch
-from pdkv.cli import restart as cli_restart
 from pdkv.cli import scale as cli_scale
 from pdkv.cli import status as cli_status
 from pdkv.cli.options import Parser
@@ -65,8 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     cli_engines.add_commands(commands)
     cli_status.add_commands(commands)
     cli_cache.add_command(commands)
-    cli_scale.add_command(commands)
-    cli_restart.add_command(commands)
+    cli_scale.add_commands(commands)
     cli_generate.add_command(commands)
     cli_connector.add_command(commands)
     cli_key.add_command(commands)

@@ -1,4 +1,4 @@
-"""`pd scale`: more engines or fewer, while requests run."""
+"""`pd scale` and `pd restart`: more engines or fewer, or all of them anew, while requests run."""
 
 import argparse
 import asyncio
@@ -9,8 +9,8 @@ from pdkv.cli.running import add_drain_flag, add_run_flag, check_seconds, find_r
 from pdkv.errors import ConfigError
 
 
-def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add `scale` to the `pd` parser."""
+def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add both to the `pd` parser."""
     summary = "have more or fewer engines in a running launch"
     parser = commands.add_parser(
         "scale",
@@ -21,12 +21,23 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--prefill", type=int, metavar="N", help="number of engines whose role is prefill")
     parser.add_argument("--decode", type=int, metavar="M", help="number of engines whose role is decode")
-    add_drain_flag(parser)
-    add_run_flag(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_scale)
+    summary = "restart the engines of a running launch one after the other"
+    restart = commands.add_parser(
+        "restart",
+        help=summary,
+        usage="pd restart --rolling [--drain-s SECONDS] [--run NAME]",
+        description=f"{capitalized(summary)}: each is drained, stopped, started and awaited before the next. For the "
+        "only engine of a role, one of the other role stands in meanwhile. The router is not restarted.",
+    )
+    restart.add_argument("--rolling", action="store_true", help="one after the other; there is no other way")
+    restart.set_defaults(run=run_restart)
+    for each in (parser, restart):
+        add_drain_flag(each)
+        add_run_flag(each)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_scale(arguments: argparse.Namespace) -> int:
     """Run `pd scale`."""
     from pdkv.launch.control import Scale, give_order
 
@@ -39,4 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     check_seconds("--drain-s", arguments.drain_s)
     order = Scale(arguments.prefill, arguments.decode, arguments.drain_s)
     print(asyncio.run(give_order(find_run(arguments), order, say)))
+    return 0
+
+
+def run_restart(arguments: argparse.Namespace) -> int:
+    """Run `pd restart`."""
+    from pdkv.launch.control import Restart, give_order
+
+    if not arguments.rolling:
+        raise ConfigError("say --rolling: engines are restarted one after the other (else stop the launch)")
+    check_seconds("--drain-s", arguments.drain_s)
+    print(asyncio.run(give_order(find_run(arguments), Restart(arguments.drain_s), say)))
     return 0

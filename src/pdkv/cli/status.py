@@ -1,18 +1,19 @@
 """`pd status` and `pd stop`: how a running launch does, and its end."""
 
 import argparse
-import asyncio
 import os
 import select
 import signal
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.cli.options import capitalized
-from pdkv.cli.running import add_run_flag, check_seconds, engine_state, find_launch, print_table
+from pdkv.cli.running import add_run_flag, ask_router, check_seconds, engine_state, find_launch, print_table
 from pdkv.errors import StartupError
 from pdkv.launch.run_dir import RunInfo, running_launches
+
+if TYPE_CHECKING:
+    from pdkv.launch.router_admin import RouterAdmin
 
 _WAIT_S = 60.0
 """How long `pd stop` waits unless told: twice what a launch gives its requests by default."""
@@ -41,19 +42,16 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Run `pd status`."""
-    from pdkv.launch.router_admin import RouterAdmin
-
     check_seconds("--interval-s", arguments.interval_s)
     launch = find_launch(arguments)
-    router = RouterAdmin(Path(launch.path))
 
-    async def read() -> tuple[dict[str, float], dict[str, float], float, list[dict[str, Any]]]:
+    async def read(router: "RouterAdmin") -> tuple[dict[str, float], dict[str, float], float, list[dict[str, Any]]]:
         before, start = await router.figures(), MONOTONIC.now()
         await MONOTONIC.pause(arguments.interval_s)
         after, seconds = await router.figures(), MONOTONIC.now() - start
         return before, after, seconds, await router.engines(fresh=True)
 
-    before, after, seconds, engines = asyncio.run(read())
+    before, after, seconds, engines = ask_router(arguments, read)
 
     def rate(*names: str) -> str:
         return f"{sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names) / max(seconds, 1e-3):.1f}/s"

@@ -37,6 +37,7 @@ from pdkv.router.http.server.certificates import load_context
 from pdkv.router.metrics.tracing import check_tracing
 from pdkv.router.routing.policies import find_policy
 from pdkv.sampling.logits_processors import LOGITS_PROCESSORS
+from pdkv.text import load_tokenizer
 from pdkv.wire.cluster_key import ClusterKey
 
 _LAST_CHILDREN_S = 1.0
@@ -80,10 +81,12 @@ def check(deployment: Deployment) -> int:
     from pdkv.engine.worker.executor import describe_pool  # with torch, which takes seconds
 
     deployment = check_deployment(deployment)
-    with listen_for(deployment.launch), RunDirectory() as run_dir:
+    with listen_for(deployment.launch) as listener, RunDirectory() as run_dir:
+        advise(deployment, listener)
         fleet = plan_fleet(deployment, run_dir)
     assert fleet.router is not None
     engines = [f"  {e.name}: {e.config.threads} CPU threads, {describe_pool(e.config)}" for e in fleet.engines]
+    load_tokenizer(deployment.prefill)
     print(
         f"{deployment.shape}: {fleet.router.served_model_names[0]} from {deployment.prefill.model}", *engines, sep="\n"
     )

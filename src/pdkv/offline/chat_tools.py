@@ -10,12 +10,9 @@ from pdkv.parsers.answer import AnswerFormat, AnswerStream
 from pdkv.parsers.answer_grammar import Calls
 from pdkv.parsers.parts import WholeCall, whole_calls
 from pdkv.parsers.registry import TOOL_PARSERS, find_tool_parser
-from pdkv.parsers.tools import read_tools
+from pdkv.parsers.tools import NamedToolChoice, ToolChoice, read_tools
 from pdkv.sampling.params import as_type
 from pdkv.text import Tokenizer
-
-ToolChoice = str | Mapping[str, Any]
-"""OpenAI's: "none", "auto", "required", or {"type": "function", "function": {"name": …}}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +22,9 @@ class ChatOptions:
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the template describes to the model; its calls are part of the text, and where a parser knows how
     the model writes them, `tool_calls` of the choices that have ended."""
-    tool_choice: ToolChoice | None = None
-    """As in OpenAI's API; "required" and a named tool are enforced, and so are `strict` tools."""
+    tool_choice: str | Mapping[str, Any] | None = None
+    """As in OpenAI's API: "none", "auto", "required", or {"type": "function", "function": {"name": …}}; the
+    latter two are enforced, and so are `strict` tools."""
     parallel_tool_calls: bool = True  # whether an answer may hold several calls
     tool_parser: str = "auto"  # "auto" (the one that the chat template tells), "hermes", "llama3_json" or "mistral"
     add_generation_prompt: bool = True  # whether a prompt ends with the beginning of an answer
@@ -57,12 +55,12 @@ def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
             param="chat_template_kwargs",
         )
     as_type(options.chat_template_content_format, Literal["auto", "string", "openai"], "chat_template_content_format")
-    choice = options.tool_choice
+    choice = as_type(options.tool_choice, ToolChoice | None, "tool_choice")
     if not options.tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest(f"tool_choice {choice!r:.80} needs tools", param="tool_choice")
         return None
-    name = _named(choice)
+    name = choice.function.name if isinstance(choice, NamedToolChoice) else None
     parser = find_tool_parser(options.tool_parser, options.chat_template or tokenizer.chat_template_source)
     tools = read_tools(options.tools)
     if choice == "none" or (parser is None and choice is None):
@@ -87,18 +85,3 @@ def calls_in(text: str, format: AnswerFormat) -> list[WholeCall]:
     """The calls in an answer that has ended."""
     stream = AnswerStream(format)
     return whole_calls([*stream.push(text), *stream.finish()])
-
-
-def _named(choice: object) -> str | None:
-    """The tool that a choice names. Raises InvalidRequest for what is no choice."""
-    if choice in (None, "none", "auto", "required"):
-        return None
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise InvalidRequest(
-            "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}, "
-            f"got {choice!r:.80}",
-            param="tool_choice",
-        )
-    return name

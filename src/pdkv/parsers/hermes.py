@@ -13,7 +13,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser(ToolParser):
     """Each call has tags of its own; its keys may have any order."""
 
-    markers = (_OPEN, _CLOSE)
+    markers, closing_tag = (_OPEN, _CLOSE), _CLOSE
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -39,10 +39,6 @@ class HermesParser(ToolParser):
     def _read_object(self, text: str, at: int) -> int:
         return self._read_call(text, at, self._read_close, self._read_spoilt)
 
-    def _read_close(self, text: str, at: int) -> int:
-        """Behind a call: its closing tag, which may be missing."""
-        return self._read_closing_tag(text, at, _CLOSE)
-
     def _read_spoilt(self, text: str, at: int) -> int:
         """Arguments that are no JSON any more: up to the closing tag they stay as they are written."""
         place, found = find_marker(text, _CLOSE, at)
@@ -52,11 +48,3 @@ class HermesParser(ToolParser):
         self._end_call()
         self._state = self._read_text
         return place + len(_CLOSE)
-
-    def _flush(self, rest: str) -> None:
-        if self._state == self._read_object:
-            self._close_object()
-        elif self._state == self._read_spoilt:
-            self._arguments(rest)
-        elif self._state != self._read_close or not _CLOSE.startswith(rest):  # the answer was cut in its closing tag
-            self._text(rest)

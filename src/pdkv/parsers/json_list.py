@@ -35,9 +35,3 @@ class JsonListParser(ToolParser):
 
     def _read_object(self, text: str, at: int) -> int:
         return self._read_call(text, at, self._read_text, self._read_spoilt)
-
-    def _flush(self, rest: str) -> None:
-        if self._state == self._read_object:
-            self._close_object()
-        else:
-            self._text(rest)

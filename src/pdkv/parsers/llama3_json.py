@@ -40,7 +40,7 @@ class Llama3JsonParser(LineParser):
 
     def _read_object(self, text: str, at: int) -> int:
         at = self._push_object(text, at)
-        if not (self._object.done or self._object.failed):
+        if self._reads_object:
             return at
         if not self._object.has_begun:
             self._show("".join(self._raw))
@@ -64,9 +64,3 @@ class Llama3JsonParser(LineParser):
             self._text("".join(self._between))
             self._state = self._read_text
         return place
-
-    def _flush(self, rest: str) -> None:
-        if self._state == self._read_object:
-            self._close_object()
-        else:
-            self._text(rest)  # a semicolon that nothing follows sets nothing off

@@ -1,11 +1,12 @@
 """A tool's arguments one by one, for families that write no JSON object: their schemas, and their values as JSON."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.disjoint import types_in, values_in
 from pdkv.parsers.json_value import JsonValue
 
 Schema = Mapping[str, Any]
@@ -16,7 +17,8 @@ _ABOUT = frozenset(
 _DEFINITIONS = ("$defs", "definitions")
 _OF_OBJECT = _ABOUT | {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
+_KIND_OF = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+"""By a JSON value's first character; else it is a number."""
 _MAX_REFERENCES = 32
 _MAX_WAYS = 64
 _MAX_MEMBERS = 200
@@ -76,18 +78,11 @@ def _ways(schema: Schema) -> list[Schema]:
 
 def kinds_of(schema: Schema) -> frozenset[str] | None:
     """The JSON types that values may have, integers being numbers; None: it does not say."""
-    kinds: set[str] = set()
-    for way in _ways(schema):
-        given = way.get("type")
-        if isinstance(given, str | list):
-            names = [given] if isinstance(given, str) else given
-            kinds.update("number" if name == "integer" else name for name in names if isinstance(name, str))
-        elif "const" in way or isinstance(way.get("enum"), list):
-            values = way["enum"] if "const" not in way else [way["const"]]
-            kinds.update(_KINDS.get(type(value), "object") for value in values)
-        else:
-            return None
-    return frozenset(kinds)
+    try:
+        kinds = [types_in(way, values_in(way)) for way in _ways(schema)]
+    except TypeError:  # a type or an enum that is none
+        return None
+    return frozenset().union(*kinds) if all(kinds) else None
 
 
 def is_free_text(schema: Schema) -> bool:
@@ -117,37 +112,21 @@ def json_of_written(text: str, kinds: frozenset[str] | None) -> str:
     bare = _PYTHON_WORDS.get(bare, bare)
     if bare and kinds != frozenset({"string"}):
         value = JsonValue()
-        if value.push(bare + " ") >= len(bare) and value.done and (kinds is None or _kind(bare) in kinds - {"string"}):
+        is_json = value.push(bare + " ") >= len(bare) and value.done
+        if is_json and (kinds is None or _KIND_OF.get(bare[0], "number") in kinds - {"string"}):
             return bare
     return json.dumps(text, ensure_ascii=False)
 
 
-def _kind(written: str) -> str:
-    return {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}.get(
-        written[0], "number"
-    )
-
-
-def _resolved(schema: object, root: Schema) -> Schema:
+def _resolved(schema: Any, root: Schema) -> Schema:
     """A part of `root` with its definitions, what it refers to in its place."""
     definitions = {name: root[name] for name in _DEFINITIONS if name in root}
     for _ in range(_MAX_REFERENCES):
-        if (
-            not isinstance(schema, Mapping)
-            or not isinstance(schema.get("$ref"), str)
-            or len(schema.keys() - _ABOUT) > 1
-        ):
+        alone = isinstance(schema, Mapping) and len(schema.keys() - _ABOUT) <= 1
+        if not alone or not isinstance(schema.get("$ref"), str):
             break
-        schema = _at(root, schema["$ref"])
+        reference, schema = schema["$ref"], root
+        for step in reference.removeprefix("#/").split("/") if reference.startswith("#/") else ("",):
+            step = step.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(step, {}) if isinstance(schema, Mapping) else {}
     return {**schema, **definitions} if isinstance(schema, Mapping) else definitions
-
-
-def _at(root: Schema, reference: str) -> object:
-    found: object = root if reference.startswith("#/") else {}
-    for step in _steps(reference):
-        found = found.get(step, {}) if isinstance(found, Mapping) else {}
-    return found
-
-
-def _steps(reference: str) -> Iterator[str]:
-    return (step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:])

@@ -10,13 +10,11 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdkv.base.limits import clip
-from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import either, separated, sequence, tag
 from pdkv.parsers.call_object import quoted_name
 from pdkv.parsers.json_value import JsonValue, skip_spaces
 from pdkv.parsers.prose import find_marker
-from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
+from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser, check_names
 
 _OPEN, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.:/-]+")
@@ -41,7 +39,8 @@ class MistralParser(ToolParser):
     def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
         """By tokenizer: from v11 on there is a token for [ARGS]."""
         if knows(_ARGS):
-            marked = [sequence(_plain(tool.name) + _ARGS, tool.arguments) for tool in tools]
+            check_names([tool.name for tool in tools], _NAME.pattern)
+            marked = [sequence(tool.name + _ARGS, tool.arguments) for tool in tools]
             return CallSyntax([tag(_OPEN, either(marked), "")])
         calls = [tag(f'{{"name": {quoted_name(tool.name)}, "arguments": ', tool.arguments, "}") for tool in tools]
         block = sequence(" [", separated(calls, ", ", several=several))
@@ -126,24 +125,10 @@ class MistralParser(ToolParser):
         return place
 
     def _flush(self, rest: str) -> None:
-        if self._state in (self._read_object, self._read_element):
-            if "".join(self._raw).strip() != ",":  # a comma that nothing follows sets nothing off
-                self._close_object()
-        elif self._state == self._read_spoilt:
-            self._arguments(rest)
-        elif self._state == self._read_head:
+        if self._state == self._read_head:
             self._text(_OPEN + rest)
-        else:
-            self._text(rest)
-
-
-def _plain(name: str) -> str:
-    """The name of a call that is no object. Raises InvalidRequest for one that could not be read back."""
-    if not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"the tool's name {clip(name)!r} cannot be written by this model: letters, digits and . : / - _ can"
-        )
-    return name
+        elif not self._reads_object or "".join(self._raw).strip() != ",":  # one that nothing follows sets nothing off
+            super()._flush(rest)
 
 
 def _read_name(text: str, at: int) -> tuple[str, int]:

@@ -1,5 +1,7 @@
 """The text beside calls: spaces and newlines that only set a call off are no part of it."""
 
+import re
+
 
 class Prose:
     """Spaces at the text's end are held until it is known whether a call or more text follows."""
@@ -44,3 +46,8 @@ def find_marker(text: str, marker: str, at: int = 0) -> tuple[int, bool]:
         if text.startswith(marker[:size], end - size):
             return end - size, False
     return end, False
+
+
+def begun(text: str) -> str:
+    """A pattern of all that `text` may have come to in pieces, nothing and itself included."""
+    return "".join(f"(?:{re.escape(char)}" for char in text) + ")?" * len(text)

@@ -7,19 +7,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdkv.base.limits import clip
-from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Part, either, json_of, optional, pattern, repeated, sequence, tag
 from pdkv.grammar.normal_forms import normalize
 from pdkv.parsers.call_object import MAX_NAME
 from pdkv.parsers.json_value import SPACES, JsonValue, skip_spaces
 from pdkv.parsers.line_parser import LineParser
 from pdkv.parsers.members import read_members
-from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken
+from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, check_names
 
 _START, _END = "<|python_start|>", "<|python_end|>"
-_NAME = re.compile(r"[A-Za-z_][\w.]*")
-_MAX_HEAD = 2 * MAX_NAME
+_S = rf"[{SPACES}]{{0,{MAX_NAME}}}"
+_NAME = rf"[A-Za-z_][\w.]{{0,{MAX_NAME - 1}}}"
+_CALL, _CALL_BEGUN = rf"{_S}({_NAME}){_S}\(", rf"{_S}(?:{_NAME}{_S})?"
+_FIRST = re.compile(rf"{_S}\[{_CALL}"), re.compile(rf"{_S}(?:\[{_CALL_BEGUN})?")
+_FURTHER = re.compile(_CALL), re.compile(_CALL_BEGUN)
+_KEY, _KEY_BEGUN = re.compile(rf"({_NAME}){_S}="), re.compile(rf"(?:{_NAME}{_S})?")
 _STRING = re.compile(r"[^\\'\"]+|\\.?|['\"]", re.DOTALL)
 _PLAIN = re.compile(r"[^\[\](){}'\",]+")
 
@@ -52,25 +54,21 @@ class PythonicParser(LineParser):
 
     def _read_head(self, text: str, at: int) -> int:
         """The list's bracket, and its first call."""
-        place = skip_spaces(text, at)
-        bracket = text[place : place + 1]
-        return self._read_name(text, at, place + 1) if bracket in ("", "[") else self._is_no_call(text, at)
+        return self._read_name(text, at, *_FIRST)
 
-    def _read_name(self, text: str, at: int, begin: int) -> int:
-        place = skip_spaces(text, begin)
-        name = _NAME.match(text, place)
-        behind = skip_spaces(text, name.end()) if name is not None else place
-        if min(behind, len(text)) - at >= _MAX_HEAD or (behind < len(text) and (name is None or text[behind] != "(")):
-            return self._is_no_call(text, at)
-        if behind >= len(text):
+    def _read_further(self, text: str, at: int) -> int:
+        return self._read_name(text, at, *_FURTHER)
+
+    def _read_name(self, text: str, at: int, whole: re.Pattern[str], so_far: re.Pattern[str]) -> int:
+        found = whole.match(text, at)
+        if found is None and so_far.fullmatch(text, at):
             return at
-        assert name is not None
-        if name[0] not in self.names:
+        if found is None or found[1] not in self.names:
             return self._is_no_call(text, at)
-        self._begin_call(name[0])
+        self._begin_call(found[1])
         self._num_values = 0
         self._state = self._read_between
-        return behind + 1
+        return found.end()
 
     def _is_no_call(self, text: str, at: int) -> int:
         """What was read of it is text, and a bracket that would be found again."""
@@ -88,16 +86,13 @@ class PythonicParser(LineParser):
             self._end_call()
             self._state = self._read_next
             return at + 1
-        key = _NAME.match(text, at)
-        behind = skip_spaces(text, key.end()) if key is not None else at
-        if min(behind, len(text)) - at >= _MAX_HEAD or (behind < len(text) and (key is None or text[behind] != "=")):
+        if (key := _KEY.match(text, at)) is not None:
+            self._key, self._value, self._depth, self._quote = key[1], [], 0, ""
+            self._state = self._read_value
+            return key.end()
+        if not _KEY_BEGUN.fullmatch(text, at):
             self._arguments(", " if self._num_values else "(")
             self._state = self._read_spoilt
-        elif behind < len(text):
-            assert key is not None
-            self._key, self._value, self._depth, self._quote = key[0], [], 0, ""
-            self._state = self._read_value
-            return behind + 1
         return at
 
     def _read_value(self, text: str, at: int) -> int:
@@ -113,8 +108,7 @@ class PythonicParser(LineParser):
                 self._value.append(found[0])
                 at = found.end()
                 continue
-            plain = _PLAIN.match(text, at)
-            if plain is not None:
+            if (plain := _PLAIN.match(text, at)) is not None:
                 self._value.append(plain[0])
                 at = plain.end()
                 continue
@@ -153,9 +147,6 @@ class PythonicParser(LineParser):
             return place + closes
         return place
 
-    def _read_further(self, text: str, at: int) -> int:
-        return self._read_name(text, at, at)
-
     def _read_end(self, text: str, at: int) -> int:
         """Behind the list: its tag, which may be missing."""
         place = skip_spaces(text, at)
@@ -166,12 +157,7 @@ class PythonicParser(LineParser):
             self._show(text[at:place])
             self._state = self._read_text
             return place
-        return at if place - at < _MAX_HEAD else place
-
-    def _read_spoilt(self, text: str, at: int) -> int:
-        """What is no argument stays as it is written; nothing says where it ends."""
-        self._arguments(text[at:])
-        return len(text)
+        return at if place - at < MAX_NAME else place
 
     def _flush(self, rest: str) -> None:
         if self._state == self._read_head:
@@ -185,11 +171,7 @@ class PythonicParser(LineParser):
     def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
         """Values as JSON, which is read as well; in text a call is told by the name of the first tool."""
         calls = {tool.name: sequence(*_written(tool), ")") for tool in tools}
-        for name in calls:
-            if not _NAME.fullmatch(name):
-                raise InvalidRequest(
-                    f"the tool's name {clip(name)!r} cannot be written by this model: it is no Python name"
-                )
+        check_names(calls, _NAME)
         further = repeated(
             sequence(", ", either([sequence(f"{name}(", call) for name, call in calls.items()])), 0, None
         )
@@ -203,11 +185,7 @@ def _written(tool: CallFormat) -> list[Part]:
     if members is None:
         one = sequence(pattern(r"[A-Za-z_][A-Za-z0-9_]{0,63}"), "=", json_of(normalize({}, time=tool.time)))
         return [optional(sequence(one, repeated(sequence(", ", one), 0, None)))]
-    for member in members:
-        if not _NAME.fullmatch(member.name):
-            raise InvalidRequest(
-                f"the argument {clip(member.name)!r} cannot be written by this model: it is no Python name"
-            )
+    check_names([member.name for member in members], _NAME, what="argument")
     given = [(sequence(f"{m.name}=", json_of(normalize(dict(m.schema), time=tool.time))), m.required) for m in members]
     required, others = [value for value, is_required in given if is_required], [v for v, r in given if not r]
     tail: list[Part] = [optional(sequence(", ", value)) for value in others]

@@ -2,14 +2,15 @@
 
 import contextlib
 import logging
+import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from pdkv.base.limits import clip
 from pdkv.base.log_limit import LogLimit
-from pdkv.errors import PdkvError, RequestFailed
+from pdkv.errors import InvalidRequest, PdkvError, RequestFailed
 from pdkv.grammar.formats import Format, Tag, separated, triggered
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.parsers.call_object import CallObject
@@ -54,6 +55,13 @@ class CallSyntax(NamedTuple):
         return triggered(self.tags, several=several)
 
 
+def check_names(names: Iterable[str], pattern: str, *, what: str = "tool") -> None:
+    """Raises InvalidRequest for one that a family's format has no place for. `what`: is called so."""
+    for name in names:
+        if not re.fullmatch(pattern, name):
+            raise InvalidRequest(f"the {what} {clip(name)!r} cannot be written by this model: it must match {pattern}")
+
+
 @contextlib.contextmanager
 def failing(parser: "type[ToolParser] | None") -> Iterator[None]:
     """Whatever a parser of somebody else's raises fails the request: RequestFailed."""
@@ -81,6 +89,8 @@ class ToolParser(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that the parser looks for: they are shown to it where they are special tokens, too."""
+    closing_tag: ClassVar[str] = ""
+    """What stands behind a call."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
         """`tools`: the schemas of the arguments of the request's tools, by their names."""
@@ -89,6 +99,7 @@ class ToolParser(ABC):
         self.num_calls = 0
         self._state: State = self._read_text
         self._object = CallObject()
+        self._reads_object = False
         self._raw: list[str] = []  # read of a call that has not begun
         self._rest = ""  # not read yet: more must come before it can be told
         self._prose = Prose()
@@ -148,13 +159,18 @@ class ToolParser(ABC):
     def _read_text(self, text: str, at: int) -> int:
         """The first state: text for the user, up to where a call may begin."""
 
-    @abstractmethod
     def _flush(self, rest: str) -> None:
         """The answer ends with `rest`, which could not be told yet."""
+        if self._reads_object:
+            self._close_object()
+        elif self._state == self._read_spoilt:
+            self._arguments(rest)
+        elif self._state != self._read_close or not self.closing_tag.startswith(rest):  # else it was cut in its tag
+            self._text(rest)
 
-    def _read_closing_tag(self, text: str, at: int, tag: str) -> int:
+    def _read_close(self, text: str, at: int) -> int:
         """Behind a call: its closing tag, which may be missing; then text follows."""
-        place = skip_spaces(text, at)
+        place, tag = skip_spaces(text, at), self.closing_tag
         self._text(text[at:place])
         if text.startswith(tag, place):
             self._state = self._read_text
@@ -173,6 +189,7 @@ class ToolParser(ABC):
     def _begin_object(self, raw: str, *, needs_known_name: bool = False) -> None:
         """A call may begin; `raw` is what stands in front of it."""
         names = self.names if needs_known_name else None
+        self._reads_object = True
         self._object, self._raw = CallObject(names, needs_arguments=needs_known_name), [raw]
 
     def _push_object(self, text: str, at: int) -> int:
@@ -186,12 +203,13 @@ class ToolParser(ABC):
             self._raw.clear()
             self._begin_call(self._object.name)
         self._arguments(self._object.take())
+        self._reads_object = not (self._object.done or self._object.failed)
         return behind
 
     def _read_call(self, text: str, at: int, behind: State, spoilt: State) -> int:
         """Read on in the object; `behind` follows a whole call, `spoilt` one whose arguments are no JSON."""
         at = self._push_object(text, at)
-        if self._object.done or self._object.failed:
+        if not self._reads_object:
             is_whole = self._close_object()
             if not self._object.has_begun:
                 self._state = self._read_text

@@ -1,7 +1,9 @@
 """Tools as a request describes them: OpenAI's functions, checked."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
@@ -15,6 +17,22 @@ class Tool(NamedTuple):
     parameters: dict[str, Any] | None  # JSON schema; None: any object
     strict: bool  # whether arguments that the model chooses to write have to fulfil it
     place: str  # of the function, such as tools[0].function
+
+
+class ToolName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:

@@ -89,12 +89,12 @@ class Tokenizer:
                 "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             )
         try:
-            backend = tokenizers.Tokenizer.from_str(read_text(file))
-        except ModelError:
+            backend = _as_transformers(tokenizers.Tokenizer.from_str(read_text(file)), directory)
+            backend.encode("a")
+        except (ModelError, KeyboardInterrupt):
             raise
-        except Exception as error:  # the wheel raises nothing more exact
+        except BaseException as error:  # the wheel raises nothing more exact, and its panics are no Exception
             raise ModelError(f"{file}: broken: {error}") from error
-        backend = _as_transformers(backend, directory)
         given = {} if chat_template is None else {"default": read_text(chat_template)}
         templates = given or directory.chat_templates()
         return cls(

@@ -64,7 +64,7 @@ def test_a_chat_completion() -> None:
     ]
     [request] = dispatcher.requests
     assert tokenizer().decode(request.prompt_token_ids) == "user: Hello\n"
-    assert request.params.max_tokens is None
+    assert request.params.max_tokens == 120, "as many as fit"
 
 
 def test_every_sampling_parameter_reaches_the_engine() -> None:
