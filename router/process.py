@@ -22,15 +22,14 @@ from pdkv.config import HttpLimits
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
-from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing, read_keys
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.operations import Operations
-from pdkv.router.http.app import body_budget, create_app
-from pdkv.router.http.pages.admin import create_admin_app
+from pdkv.router.http.app import create_app
+from pdkv.router.http.pages.admin import LauncherPages
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.certificates import Tls
 from pdkv.router.http.server.connections import Connections, connection_limit
@@ -116,38 +115,29 @@ def run_router(
     log_sampling_defaults(model.model, sampling_defaults)
     limits = config.http
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(spec.engines))
-    bodies = body_budget(limits)
     key_file = config.access.api_key_file
     keys = KeyRing(key_file) if read_keys(key_file) else None
     tls = Tls(config.tls) if config.tls.ssl_certfile is not None else None
-    queue = Admission(dispatcher, config.admission)
-    drain = Drain(queue)
     operations = Operations(dispatcher, make_client, marks_file)
     instruments = make_instruments(config.observability)
     app = create_app(
         dispatcher,
         load_tokenizer(model),
         model_config,
-        spec.served_model_names[0],
-        aliases=spec.served_model_names[1:],
-        limits=limits,
-        api=config.api,
-        bodies=bodies,
-        admission=queue,
+        spec.served_model_names,
+        config=config,
         keys=keys,
-        access=config.access,
         sampling_defaults=sampling_defaults,
         logits_processors=spec.logits_processors,
-        drain=drain,
         operations=operations,
         instruments=instruments,
     )
     room = Connections(max_connections)
-    server = _Server(server_config(app, limits, bodies, room, tls))
-    admin_app = create_admin_app(dispatcher, operations, app.state.caches, app.state.figures)
-    admin = AdminServer(admin_app, admin_socket) if admin_socket is not None else None
+    server = _Server(server_config(app, limits, app.state.bodies, room, tls))
+    launchers = LauncherPages(dispatcher, operations, app.state.caches).app(app.state.figures)
+    admin = AdminServer(launchers, admin_socket) if admin_socket is not None else None
     reloads = [source.reload for source in (keys, tls) if source is not None]
-    stopping = _Stopping(server, dispatcher, drain, room, spec.drain_s)
+    stopping = _Stopping(server, dispatcher, app.state.drain, room, spec.drain_s)
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again

@@ -15,26 +15,21 @@ from starlette.types import Receive, Scope, Send
 
 from pdkv.base.limits import clip
 from pdkv.base.trace_context import TraceContext, new_trace, parse_traceparent
-from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
-from pdkv.router.admission.admission_queue import Admission, Visit
+from pdkv.router.admission.admission_queue import Visit
 from pdkv.router.admission.tenants import TENANT, Tenant, payer
 from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.answer.fanout import Fanout
 from pdkv.router.http.answer.replies import ReplyForms, bytes_per_token, send_reply
 from pdkv.router.http.answer.request_report import RequestReport
-from pdkv.router.http.read.intake import Intake
+from pdkv.router.http.read.intake import Shared
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
-from pdkv.router.http.read.text_pool import TextPool
 from pdkv.router.http.server.access_log import log_access, wants_access_lines
-from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.errors import error_status
 from pdkv.router.http.server.request_body import Disconnected
-from pdkv.router.http.server.unwound import body_send
-from pdkv.router.metrics.requests import Endpoint, Metrics, RequestMetrics
-from pdkv.router.metrics.tracing import Tracer
+from pdkv.router.metrics.requests import Endpoint, RequestMetrics
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -45,48 +40,32 @@ Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled, Tenant], Job]
 """From a body to a checked request; raises InvalidRequest. Runs on any thread."""
 
 
+SERVER_SEND = "pdkv.send"
+"""Where a scope has the server's own `send`: bodies, which no layer looks at, go past those that there are."""
+
+
 class GenerateEndpoint:
     """One of the endpoints that generate."""
 
-    def __init__(
-        self,
-        name: Endpoint,
-        prepare: Prepare,
-        forms: ReplyForms,
-        *,
-        admission: Admission,
-        model: Callable[[], ServedModel],
-        metrics: Metrics,
-        limits: HttpLimits,
-        intake: Intake,
-        pool: TextPool,
-        answers: ByteBudget,
-        tracer: Tracer | None = None,
-    ) -> None:
-        """`intake`, `pool`, `answers` and `tracer` are shared by the endpoints."""
+    def __init__(self, name: Endpoint, prepare: Prepare, forms: ReplyForms, shared: Shared) -> None:
         self._name = name
         self._prepare = prepare
         self._forms = forms
-        self._admission = admission
-        self._model = model
-        self._metrics = metrics
-        self._request_timeout_s = limits.request_timeout_s
-        self._intake = intake
-        self._pool = pool
-        self._answers = answers
-        self._tracer = tracer
+        self._shared = shared
+        self._admission = shared.admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = RequestMetrics(self._metrics, self._name)
-        headers = Headers(scope=scope)
+        metrics = RequestMetrics(self._shared.metrics, self._name)
+        headers, tracer = Headers(scope=scope), self._shared.tracer
         trace = _given_trace(headers)
-        span = self._tracer.begin(trace, metrics.began) if self._tracer is not None else None
+        span = tracer.begin(trace, metrics.began) if tracer is not None else None
         if span is not None:
             trace = _context_of(span)
-        exchange = Exchange(send, body_send(send), headers.get("x-request-id"), trace or new_trace())
+        exchange = Exchange(send, scope.get(SERVER_SEND, send), headers.get("x-request-id"), trace or new_trace())
         outcome, param = "internal_error", None
         try:
-            with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
+            tenant = scope.get(TENANT, self._admission.anonymous)
+            with self._shared.drain.counted(), self._admission.arrive(tenant) as visit:
                 outcome = await self._serve(scope, receive, exchange, metrics, visit)
         except Disconnected:
             outcome = "disconnected"
@@ -95,6 +74,10 @@ class GenerateEndpoint:
             if error_status(error) >= 500 and not isinstance(error, ServerBusy):  # a log line each would be work, too
                 logger.warning("request %s failed: %s: %s", exchange.name, error.code, error)
             await exchange.fail(error)
+        except Exception:  # a defect: the server logs it
+            if not exchange.status:
+                await exchange.fail(PdkvError("internal error"))
+            raise
         finally:
             metrics.ended(outcome)
             if span is not None or wants_access_lines():
@@ -103,8 +86,8 @@ class GenerateEndpoint:
                     names["param"] = clip(param)
                 report = RequestReport(scope, names, exchange.status, outcome, metrics, exchange.fanout)
                 log_access(scope, report.access_line())
-                if self._tracer is not None and span is not None:
-                    self._tracer.end(span, report.served())
+                if tracer is not None and span is not None:
+                    tracer.end(span, report.served())
 
     async def _serve(
         self, scope: Scope, receive: Receive, exchange: Exchange, metrics: RequestMetrics, visit: Visit
@@ -112,8 +95,8 @@ class GenerateEndpoint:
         """Serve one request and say how it ended."""
         exchange.check_label()
         self._admission.check(visit.tenant)
-        deadline = Deadline(_client_timeout(Headers(scope=scope)), self._request_timeout_s)
-        model = self._model()
+        deadline = Deadline(_client_timeout(Headers(scope=scope)), self._shared.limits.request_timeout_s)
+        model = self._shared.model()
         job, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
         try:
             self._check_answer(job)
@@ -130,12 +113,14 @@ class GenerateEndpoint:
             deadline=deadline,
             label=exchange.request_id,
             traceparent=exchange.trace.traceparent,
-            pool=self._pool,
+            pool=self._shared.pool,
         )
         gone.add_done_callback(lambda _: fanout.abort())
         try:
             await fanout.begin()
-            await send_reply(self._forms, fanout, model, exchange, self._pool, self._answers, payer(scope))
+            await send_reply(
+                self._forms, fanout, model, exchange, self._shared.pool, self._shared.answers, payer(scope)
+            )
         except PdkvError as error:
             if fanout.aborted:
                 raise Disconnected from error
@@ -158,10 +143,10 @@ class GenerateEndpoint:
         logprobs, num_tokens = job.params.logprobs, len(job.prompts) * job.n * (job.params.max_tokens or 0)
         if job.stream or logprobs is None:
             return
-        if num_tokens * bytes_per_token(logprobs) > self._answers.limit // 2:
+        if num_tokens * bytes_per_token(logprobs) > self._shared.answers.limit // 2:
             raise InvalidRequest(
                 f"max_tokens: {num_tokens} tokens in all choices with {logprobs} + 1 logprobs each may take more than "
-                f"half of {self._answers.limit} bytes (--max-answer-memory): stream them, or ask for fewer",
+                f"half of {self._shared.answers.limit} bytes (--max-answer-memory): stream them, or ask for fewer",
                 param="max_tokens",
             )
 
@@ -194,7 +179,7 @@ class GenerateEndpoint:
             exchange.body_is_here = True
             self._admission.check(visit.tenant)  # again: it may be full by now, and nothing is tokenized in vain
 
-        return await self._intake.read(
+        return await self._shared.intake.read(
             scope, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body
         )
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 
 def check(value: Any, kind: Any) -> None:
@@ -17,4 +18,6 @@ def check(value: Any, kind: Any) -> None:
             for ours, theirs in zip(given, known, strict=True):
                 check_nothing_is_lost(ours, theirs)
 
-    check_nothing_is_lost(value, msgspec.to_builtins(msgspec.convert(value, kind)))
+    is_page = isinstance(kind, type) and issubclass(kind, BaseModel)
+    known = kind.model_validate(value).model_dump() if is_page else msgspec.to_builtins(msgspec.convert(value, kind))
+    check_nothing_is_lost(value, known)

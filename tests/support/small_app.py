@@ -7,6 +7,7 @@ import small_tokenizers
 from fake_dispatcher import FakeDispatcher
 from starlette.applications import Starlette
 
+from pdkv.config import RouterConfig
 from pdkv.models.config import ModelConfig
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.app import create_app
@@ -69,5 +70,7 @@ def model_config() -> ModelConfig:
 
 
 def make_app(dispatcher: FakeDispatcher, **options: Any) -> Starlette:
-    """The application."""
-    return create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), MODEL, **options)
+    """The application; `limits`, `api` and `access` are parts of its configuration."""
+    names = {"limits": "http", "api": "api", "access": "access"}
+    config = RouterConfig(**{part: options.pop(name) for name, part in names.items() if name in options})
+    return create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), [MODEL], config=config, **options)

@@ -212,35 +212,6 @@ class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """The served model."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """All served models: one."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """Of pdkv."""
-
-    version: str
-
-
-class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that generate now."""
-
-    server_load: int
-
-
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """That requests can be served; a degraded server computes what it would have loaded."""
 

@@ -1,13 +1,12 @@
-"""The OpenAPI description of the router, made from the types that bodies are decoded to and replies are built as."""
+"""The OpenAPI description of bare endpoints, made from the types of their bodies and replies."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from pdkv import __version__
 from pdkv.router.http.answer import reply_types as reply
+from pdkv.router.http.pages.page import ERROR, MAY_NEED_KEY
 from pdkv.router.http.pages.tokenize import DetokenizeReply, TokenizeReply
 from pdkv.router.http.read.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from pdkv.router.http.responses_api import reply_types as responses_reply
@@ -36,8 +35,8 @@ class Operation(NamedTuple):
     method: str
     path: str
     summary: str
+    reply: Struct
     bodies: Sequence[Struct] = ()  # of one of these types
-    reply: Struct | None = None  # None: a text
     events: Sequence[Struct] = ()  # of a stream, each of one of these types
     errors: Sequence[str] = ()
     tag: str = "server"
@@ -47,11 +46,11 @@ _OF_BODIES = ("400", "401", "404", "408", "413", "415", "503")
 
 
 def _generates(path: str, summary: str, body: Struct, whole: Struct, *events: Struct) -> Operation:
-    return Operation("post", path, summary, [body], whole, events, tuple(_ERRORS), "generation")
+    return Operation("post", path, summary, whole, [body], events, tuple(_ERRORS), "generation")
 
 
 def _of_tokens(path: str, summary: str, whole: Struct, *bodies: Struct) -> Operation:
-    return Operation("post", path, summary, bodies, whole, errors=_OF_BODIES, tag="tokens")
+    return Operation("post", path, summary, whole, bodies, errors=_OF_BODIES, tag="tokens")
 
 
 _RESPONSE = responses_reply.Response, *responses_reply.EVENTS
@@ -63,54 +62,25 @@ OPERATIONS = (
     _generates("/v1/responses", "Answer a conversation of items", ResponsesBody, *_RESPONSE),
     _of_tokens("/tokenize", "Tokens of a text or of a conversation", TokenizeReply, TokenizeTextBody, TokenizeChatBody),
     _of_tokens("/detokenize", "The text of tokens", DetokenizeReply, DetokenizeBody),
-    Operation("get", "/v1/models", "The served model", reply=reply.ModelList, errors=("401",), tag="models"),
-    Operation("get", "/v1/models/{name}", "One model", reply=reply.ModelCard, errors=("401", "404"), tag="models"),
     Operation("get", "/health", "Whether requests can be served", reply=reply.Health, errors=("503",)),
     Operation("get", "/ping", "As /health", reply=reply.Health, errors=("503",)),
     Operation("post", "/ping", "As /health", reply=reply.Health, errors=("503",)),
-    Operation("get", "/version", "Of pdkv", reply=reply.Version),
-    Operation("get", "/server_info", "The model and its parsers", errors=("401",)),
-    Operation("get", "/load", "How many requests generate now", reply=reply.ServerLoad),
-    Operation("get", "/metrics", "Prometheus"),
-    Operation("get", "/topology", "Engines, their load and their KV blocks"),
 )
-"""What the description holds. Administration has a page of its own."""
+"""The endpoints that are no pages."""
 
 
-@functools.cache
-def openapi() -> dict[str, Any]:
-    """The description, as OpenAPI 3.1; not to be changed."""
-    types = {kind for operation in OPERATIONS for kind in _types(operation)} | {reply.ErrorReply}
+def with_endpoints(document: dict[str, Any]) -> dict[str, Any]:
+    """A description as OpenAPI 3.1, and that of `OPERATIONS` in it."""
+    types = {kind for of in OPERATIONS for kind in (*of.bodies, of.reply, *of.events)} | {reply.ErrorReply}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     refs = dict(zip(ordered, schemas, strict=True))
-    paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, refs)
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "pdkv",
-            "version": __version__,
-            "description": "Disaggregated prefill/decode serving behind OpenAI's API with vLLM's extras.",
-        },
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "--api-key-file"}},
-        },
-    }
-
-
-@functools.cache
-def encoded_openapi() -> bytes:
-    """The same as JSON."""
-    return msgspec.json.encode(openapi())
-
-
-def _types(operation: Operation) -> list[Struct]:
-    replies = [] if operation.reply is None else [operation.reply]
-    return [*operation.bodies, *replies, *operation.events]
+        document["paths"].setdefault(operation.path, {})[operation.method] = _describe(operation, refs)
+    parts = document.setdefault("components", {})
+    parts.setdefault("schemas", {}).update(components)
+    parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": "--api-key-file"}}
+    return document
 
 
 def _one_of(kinds: Sequence[Struct], refs: dict[Struct, dict[str, Any]]) -> dict[str, Any]:
@@ -119,16 +89,12 @@ def _one_of(kinds: Sequence[Struct], refs: dict[Struct, dict[str, Any]]) -> dict
 
 
 def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
-    if operation.reply is not None:
-        content = {_JSON: {"schema": refs[operation.reply]}}
-    elif operation.path in ("/topology", "/server_info"):
-        content = {_JSON: {"schema": {"type": "object"}}}
+    content: dict[str, Any] = {_JSON: {"schema": refs[operation.reply]}}
     if operation.events:
         content["text/event-stream"] = {"schema": _one_of(operation.events, refs)}
-    failed = {_JSON: {"schema": refs[reply.ErrorReply]}}
+    failed = {_JSON: ERROR}
     described: dict[str, Any] = {
-        "operationId": operation.method + operation.path.replace("/", "_").replace("{", "").replace("}", ""),
+        "operationId": operation.method + operation.path.replace("/", "_"),
         "summary": operation.summary,
         "tags": [operation.tag],
         "responses": {
@@ -137,10 +103,8 @@ def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[
         },
     }
     if "401" in operation.errors:
-        described["security"] = [{"key": []}, {}]  # a server without keys asks for none
+        described["security"] = MAY_NEED_KEY
     if operation.bodies:
         schema = _one_of(operation.bodies, refs)
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
-    if "{name}" in operation.path:
-        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     return described

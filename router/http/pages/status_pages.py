@@ -1,30 +1,61 @@
 """What the router says of itself: the model, its health, its figures, its engines, its API."""
 
-import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from pdkv import __version__
 from pdkv.base.clock import unix_time
 from pdkv.errors import Draining
-from pdkv.router.http.pages.openapi import encoded_openapi
+from pdkv.router.http.pages.page import Page, freshened
 from pdkv.router.http.read.served_model import ServedModel, unknown_model
 from pdkv.router.http.server.drain import Drain
-from pdkv.router.http.server.errors import describe_error, error_body, json_response
+from pdkv.router.http.server.errors import error_body, json_response
 from pdkv.router.metrics.requests import Metrics
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
 
 
-async def freshen(request: Request, dispatcher: "Dispatcher") -> None:
-    """?fresh=true: the engines say first how they are, those that answer soon."""
-    if request.query_params.get("fresh") == "true":
-        await dispatcher.fresh_reports()
+class ModelCard(BaseModel):
+    """The served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "pdkv"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The served model by each of its names."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    """Of pdkv."""
+
+    version: str = __version__
+
+
+class ServerInfo(Version):
+    """The model and its parsers."""
+
+    model: ModelCard
+    tool_parser: str | None
+    reasoning_parser: str | None
+
+
+class ServerLoad(BaseModel):
+    """Requests that generate now."""
+
+    server_load: int
 
 
 class StatusPages:
@@ -43,18 +74,18 @@ class StatusPages:
         self._created = int(unix_time())
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """All of them; what monitors ask for ever again is bare."""
+        told: dict[str, Any] = {"tags": ["server"], "dependencies": freshened(self._dispatcher), "response_model": None}
         return [
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._one_model),
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
-            Route("/version", self._version),
-            Route("/load", self._load),
-            Route("/metrics", self._render_metrics),
-            Route("/topology", self._topology),
-            Route("/openapi.json", self._openapi),
-            Route("/server_info", self._server_info),
+            Page("/v1/models", self._models, tags=["models"]),
+            Page("/v1/models/{name:path}", self._one_model, tags=["models"]),
+            Page("/version", self._version, tags=["server"]),
+            Page("/load", self._load, tags=["server"]),
+            Page("/metrics", self._render_metrics, response_class=PlainTextResponse, **told),
+            Page("/topology", self._topology, response_class=JSONResponse, **told),
+            Page("/server_info", self._server_info, tags=["server"]),
         ]
 
     async def _health(self, request: Request) -> Response:
@@ -67,46 +98,39 @@ class StatusPages:
         problems = self._dispatcher.connector_problems
         return json_response({"status": "degraded", "connector_problems": problems} if problems else {"status": "ok"})
 
-    async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_card(name) for name in self._model().names]})
+    async def _models(self) -> ModelList:
+        """The served model, by each of its names."""
+        return ModelList(data=[self._model_card(name) for name in self._model().names])
 
-    async def _one_model(self, request: Request) -> Response:
-        name, model = request.path_params["name"], self._model()
+    async def _one_model(self, name: str) -> ModelCard:
+        """One model."""
+        model = self._model()
         if name not in model.names:
-            status, body = describe_error(unknown_model(name, model))
-            return json_response(body, status=status)
-        return json_response(self._model_card(name))
+            raise unknown_model(name, model)
+        return self._model_card(name)
 
-    def _model_card(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "pdkv",
-            "max_model_len": self._model().max_model_len,
-        }
+    def _model_card(self, name: str) -> ModelCard:
+        return ModelCard(id=name, created=self._created, max_model_len=self._model().max_model_len)
 
-    async def _version(self, request: Request) -> Response:
-        return json_response({"version": __version__})
+    async def _version(self) -> Version:
+        """The version of pdkv."""
+        return Version()
 
-    async def _server_info(self, request: Request) -> Response:
+    async def _server_info(self) -> ServerInfo:
+        """The model and its parsers."""
         model = self._model()
         parsers = {"tool_parser": model.tool_parser, "reasoning_parser": model.reasoning_parser}
         names = {name: None if kind is None else kind.__name__ for name, kind in parsers.items()}
-        return json_response({"version": __version__, "model": self._model_card(model.name), **names})
+        return ServerInfo(model=self._model_card(model.name), **names)
 
-    async def _load(self, request: Request) -> Response:
-        return json_response({"server_load": self._metrics.in_flight})
+    async def _load(self) -> ServerLoad:
+        """How many requests generate now."""
+        return ServerLoad(server_load=self._metrics.in_flight)
 
-    async def _render_metrics(self, request: Request) -> Response:
-        await freshen(request, self._dispatcher)
-        text = await self._metrics.render()
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def _render_metrics(self) -> Response:
+        """Figures for Prometheus."""
+        return Response(await self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _topology(self, request: Request) -> Response:
-        await freshen(request, self._dispatcher)
+    async def _topology(self) -> Response:
+        """Engines, their load and their KV blocks."""
         return json_response(self._dispatcher.topology())
-
-    async def _openapi(self, request: Request) -> Response:
-        data = await asyncio.to_thread(encoded_openapi)  # the first time it takes some 30 ms
-        return Response(data, media_type="application/json")

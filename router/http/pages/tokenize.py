@@ -9,13 +9,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdkv.config import HttpApi, HttpLimits
+from pdkv.config import HttpApi
 from pdkv.errors import InvalidRequest, PdkvError
-from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.read.chat import read_conversation
 from pdkv.router.http.read.decoding import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT, has_field
-from pdkv.router.http.read.intake import Intake
+from pdkv.router.http.read.intake import Shared
 from pdkv.router.http.read.prompts import encode
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.server.deadline import Deadline
@@ -80,28 +79,16 @@ def detokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancel
 class TextEndpoint:
     """An endpoint that the router answers by itself, without an engine; it is a request of its key while it runs."""
 
-    def __init__(
-        self,
-        answer: Answer,
-        *,
-        admission: Admission,
-        model: Callable[[], ServedModel],
-        intake: Intake,
-        limits: HttpLimits,
-        api: HttpApi,
-    ) -> None:
+    def __init__(self, answer: Answer, shared: Shared) -> None:
         self._answer = answer
-        self._admission = admission
-        self._model = model
-        self._intake = intake
-        self._timeout_s = limits.body_timeout_s
-        self._api = api
+        self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        model, headers, body_is_here = self._model(), {}, False
+        shared, headers, body_is_here = self._shared, {}, False
+        model = shared.model()
 
         def work(body: bytes | bytearray, cancelled: Cancelled) -> bytes:
-            return msgspec.json.encode(self._answer(body, model, self._api, cancelled))
+            return msgspec.json.encode(self._answer(body, model, shared.api, cancelled))
 
         def on_body() -> None:
             nonlocal body_is_here
@@ -109,10 +96,9 @@ class TextEndpoint:
 
         with contextlib.ExitStack() as stay:
             try:
-                stay.enter_context(self._admission.arrive(scope.get(TENANT, self._admission.anonymous)))
-                data, gone = await self._intake.read(
-                    scope, receive, work, Deadline(self._timeout_s), request_id="", on_body=on_body
-                )
+                stay.enter_context(shared.admission.arrive(scope.get(TENANT, shared.admission.anonymous)))
+                deadline = Deadline(shared.limits.body_timeout_s)
+                data, gone = await shared.intake.read(scope, receive, work, deadline, request_id="", on_body=on_body)
                 gone.cancel()
                 status = 200
             except Disconnected:

@@ -4,18 +4,22 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope
 
-from pdkv.config import HttpLimits
+from pdkv.config import HttpApi, HttpLimits
 from pdkv.errors import RequestAborted, RequestTimeout
+from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.tenants import payer
-from pdkv.router.http.read.served_model import Cancelled
+from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.text_pool import INLINE_BYTES, TextPool
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.deadline import Deadline
+from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.request_body import BodyReader, Disconnected
+from pdkv.router.metrics.requests import Metrics
+from pdkv.router.metrics.tracing import Tracer
 
 T = TypeVar("T")
 
@@ -86,6 +90,21 @@ class Intake:
         finally:
             work.cancel()
             del work  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
+
+
+class Shared(NamedTuple):
+    """What all endpoints of a server have in common."""
+
+    admission: Admission
+    model: Callable[[], ServedModel]  # as it is served now
+    metrics: Metrics
+    limits: HttpLimits
+    api: HttpApi
+    intake: Intake
+    pool: TextPool
+    answers: ByteBudget  # answers that are held
+    drain: Drain
+    tracer: Tracer | None
 
 
 def _prepare_inline(body: bytes | bytearray, prepare: Callable[[bytes | bytearray, Cancelled], T]) -> T | None:

@@ -77,11 +77,6 @@ def log_access(scope: Scope, line: AccessLine) -> None:
     logger.info("%s", line)
 
 
-def leave_line_to_endpoint(scope: Scope) -> None:
-    """The endpoint writes the line, when the layers around it have returned."""
-    scope[_WRITTEN] = True
-
-
 def wants_access_lines() -> bool:
     """Whether it is worth making them."""
     return logger.isEnabledFor(logging.INFO)

@@ -54,16 +54,19 @@ class Authenticate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"], self._open):
             try:
-                tenant = self._keys.authenticate(Headers(scope=scope).get("authorization"))
-                if _needs_admin(scope["path"]) and not tenant.grant.admin:
-                    raise Unauthorized(
-                        f"the key {tenant.name!r} is no admin's (admin = true in the key file)", status=403
-                    )
+                authenticate(scope, self._keys)
             except Unauthorized as error:
                 await _refuse(error, send)
                 return
-            scope[TENANT] = tenant
         await self._app(scope, receive, send)
+
+
+def authenticate(scope: Scope, keys: KeyRing) -> None:
+    """Put the tenant into the scope. Raises Unauthorized."""
+    tenant = keys.authenticate(Headers(scope=scope).get("authorization"))
+    if _needs_admin(scope["path"]) and not tenant.grant.admin:
+        raise Unauthorized(f"the key {tenant.name!r} is no admin's (admin = true in the key file)", status=403)
+    scope[TENANT] = tenant
 
 
 def _is_open(path: str, open_paths: Collection[str]) -> bool:

@@ -1,6 +1,7 @@
 """A stop without a loss: what has begun is answered to its end, while admission lets nothing new begin."""
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+import contextlib
+from collections.abc import Iterator
 
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.generations.changes import Changes
@@ -27,29 +28,12 @@ class Drain:
         """Return True when all requests that had begun are answered, False when they are not within `timeout_s`."""
         return await self._changes.wait_for(lambda: self.num_requests == 0, timeout_s)
 
-    def counted(self, endpoint: ASGIApp) -> ASGIApp:
-        """The endpoint, whose requests count."""
-        return _Counted(self, endpoint)
-
-    def _enter(self) -> None:
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """A request counts for the block."""
         self.num_requests += 1
-
-    def _leave(self) -> None:
-        self.num_requests -= 1
-        assert self.num_requests >= 0, "more requests were answered than came"
-        self._changes.notify()
-
-
-class _Counted:
-    """An ASGI application; starlette's Route takes an object for one, and a function for something else."""
-
-    def __init__(self, drain: Drain, endpoint: ASGIApp) -> None:
-        self._drain = drain
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._drain._enter()
         try:
-            await self._endpoint(scope, receive, send)
+            yield
         finally:
-            self._drain._leave()
+            self.num_requests -= 1
+            self._changes.notify()

@@ -11,7 +11,7 @@ from scripted_engine import make_request
 
 from pdkv.errors import RequestFailed
 from pdkv.router.generations.request_log import NUM_ENDED
-from pdkv.router.http.pages.admin import create_admin_app
+from pdkv.router.http.pages.admin import LauncherPages
 from pdkv.wire.messages import Failed
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -78,7 +78,7 @@ def test_the_endpoint_answers_with_json() -> None:
 
     async def main() -> None:
         operations: Any = None  # nothing is asked of engines
-        app = create_admin_app(Known(), operations)  # type: ignore[arg-type]
+        app = LauncherPages(Known(), operations).app()  # type: ignore[arg-type]
         found = await call(app, "GET", "/admin/requests/a/b c")
         assert (found.status, found.json()) == (200, {"requests": [{"request_id": "a/b c"}]})
         for name in ("", "x" * 1000):

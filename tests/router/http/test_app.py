@@ -1,11 +1,13 @@
 """Everything around generation: health, models, topology, statuses of failures, clients that go away."""
 
 import asyncio
+import gc
 import json
 import math
 import subprocess
 import sys
-from typing import cast
+import weakref
+from typing import Any, cast
 
 import pytest
 from asgi_client import Exchange, begin, call, run
@@ -13,7 +15,7 @@ from fake_dispatcher import FakeDispatcher, say, tokens
 from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, model_config, tokenizer
 from starlette.types import Message
 
-from pdkv.config import HttpLimits
+from pdkv.config import AccessConfig, HttpLimits
 from pdkv.errors import (
     EngineDied,
     EngineUnavailable,
@@ -25,6 +27,7 @@ from pdkv.errors import (
 )
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.app import create_app
+from pdkv.router.http.endpoint import SERVER_SEND
 from pdkv.router.http.read.text_pool import INLINE_BYTES
 from pdkv.testing import VirtualClock
 from pdkv.text import Tokenizer
@@ -61,7 +64,7 @@ def test_models() -> None:
 
 def test_a_model_of_several_names_has_the_first_one_in_answers() -> None:
     dispatcher = FakeDispatcher(say(ids("x")))
-    app = create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), "ORG/a", aliases=["b"])
+    app = create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), ["ORG/a", "b"])
     listed = run(call(app, "GET", "/v1/models", None)).json()["data"]
     assert [card["id"] for card in listed] == ["ORG/a", "b"]
     for name in ("ORG/a", "b"):
@@ -265,6 +268,60 @@ async def test_a_defect_is_500_in_openais_shape() -> None:
     with pytest.raises(ZeroDivisionError):  # for the server's log
         await task
     assert (exchange.status, exchange.json()["error"]["code"]) == (500, "internal_error")
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_a_defect_of_an_endpoint_is_answered_where_nothing_was(is_begun: bool) -> None:
+    def broken(_: Any) -> Any:
+        raise ZeroDivisionError
+
+    dispatcher = FakeDispatcher() if is_begun else FakeDispatcher(broken)
+    exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", {"prompt": "a", "stream": True})
+    if is_begun:
+        (await dispatcher.next_generation(0)).put(tokens(*ids("x")))
+        await exchange.wait_for_writes(1)
+        dispatcher.generations[0].put(ZeroDivisionError())  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert exchange.status == (200 if is_begun else 500)
+    assert is_begun or exchange.json()["error"]["code"] == "internal_error"
+
+
+async def test_only_the_heads_of_answers_pass_what_stands_around_them_for_browsers() -> None:
+    app = make_app(FakeDispatcher(say(ids("ab"))), access=AccessConfig(cors_origin=("https://a.example",)))
+    headers = {"origin": "https://a.example"}
+    exchange = await call(app, "POST", "/v1/completions", {"prompt": "a"}, headers)
+    assert exchange.headers["access-control-allow-origin"] == "https://a.example"
+    assert SERVER_SEND not in exchange.scope
+    asked = await call(app, "OPTIONS", "/v1/completions", None, headers | {"access-control-request-method": "POST"})
+    assert (asked.status, asked.headers["access-control-allow-origin"]) == (200, "https://a.example")
+
+
+async def test_a_request_leaves_nothing_for_the_collector() -> None:
+    app = make_app(FakeDispatcher(say(ids("ab"))), access=AccessConfig(cors_origin=("https://a.example",)))
+    await call(app, "POST", "/v1/completions", {"prompt": "a"})  # what is made once
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(await call(app, "POST", "/v1/completions", {"prompt": "a"}))
+        await asyncio.sleep(0)
+        assert gone() is None  # its scope had its own `send`
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/topology"])
+def test_fresh_is_true_or_false(path: str) -> None:
+    """Any word but "true" was taken for false."""
+    for word in ("maybe", "", "2"):
+        status, body = get(FakeDispatcher(), f"{path}?fresh={word}")
+        assert (status, body["error"]["param"], repr(word) in body["error"]["message"]) == (400, "fresh", True)
+    assert run(call(make_app(FakeDispatcher()), "GET", f"{path}?fresh=false")).status == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/docs"])
+def test_a_page_has_a_head(path: str) -> None:
+    assert run(call(make_app(FakeDispatcher()), "HEAD", path)).status == 200
 
 
 def test_the_router_imports_neither_torch_nor_transformers() -> None:

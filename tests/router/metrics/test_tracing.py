@@ -36,7 +36,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
 
 async def ask(system: System, tracer: Tracer, *bodies: dict[str, Any], headers: dict[str, str] | None = None) -> None:
     """Requests to a router that traces; returns when the collector has had its say."""
-    app = create_app(system.dispatcher, tokenizer(), model_config(), MODEL, instruments=Instruments(tracer=tracer))
+    app = create_app(system.dispatcher, tokenizer(), model_config(), [MODEL], instruments=Instruments(tracer=tracer))
     for body in bodies:
         await call(app, "POST", "/v1/completions", {"model": MODEL, "max_tokens": 4, **body}, headers)
     await asyncio.to_thread(tracer.close)

@@ -11,7 +11,6 @@ import pytest
 from asgi_client import call
 from dispatch_rig import System, live, run
 from small_app import make_app, tokenizer
-from starlette.applications import Starlette
 
 from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.router.admission.api_keys import KeyRing, make_key
@@ -19,7 +18,7 @@ from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.cache_orders import CacheOrders
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages import cache_pages
-from pdkv.router.http.pages.admin import create_admin_app
+from pdkv.router.http.pages.admin import LauncherPages
 from pdkv.wire.messages import Submit
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
 
@@ -52,9 +51,8 @@ class Operator:
         self.orders: list[tuple[str, CacheOrder]] = []
         self._answers = answers
         app = make_app(system.dispatcher, keys=keys)
-        self._app: Starlette = create_admin_app(
-            system.dispatcher, Operations(system.dispatcher, never), app.state.caches
-        )
+        operations = Operations(system.dispatcher, never)
+        self._app = LauncherPages(system.dispatcher, operations, app.state.caches).app()
 
     async def ask(self, action: str, body: object) -> Any:
         asking = asyncio.ensure_future(call(self._app, "POST", f"/admin/cache/{action}", body))

@@ -1,13 +1,15 @@
 """The description of the API: valid, and true to what is sent back; no request of its shape, or near it, is a 5xx."""
 
+import functools
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from asgi_client import call, run
 from fake_dispatcher import FakeDispatcher, say
+from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reply_check import check
@@ -15,13 +17,19 @@ from small_app import MODEL, eos, ids, make_app
 from starlette.routing import Route
 
 from pdkv.router.http.answer import reply_types as reply
-from pdkv.router.http.pages.openapi import OPERATIONS, openapi
+from pdkv.router.http.pages import status_pages
+from pdkv.router.http.pages.openapi import OPERATIONS
 from pdkv.router.http.pages.tokenize import DetokenizeReply, TokenizeReply
 from pdkv.router.http.read.bodies import ChatBody, CompletionBody
 from pdkv.router.http.responses_api import reply_types as responses_reply
 from pdkv.router.http.responses_api.protocol import ResponsesBody
 
 USER = [{"role": "user", "content": "x"}]
+
+
+@functools.cache
+def openapi() -> dict[str, Any]:
+    return cast(FastAPI, make_app(FakeDispatcher())).openapi()
 
 
 def answering() -> FakeDispatcher:
@@ -34,6 +42,7 @@ def test_it_is_valid_openapi() -> None:
     validator.validate(document)
     assert document["openapi"].startswith("3.1")
     assert document == json.loads(json.dumps(openapi()))
+    assert [of["name"] for of in document["paths"]["/metrics"]["get"]["parameters"]] == ["fresh"]
 
 
 def test_every_route_is_described() -> None:
@@ -45,9 +54,8 @@ def test_every_route_is_described() -> None:
         if method != "HEAD"
     }
     own = ("/docs", "/openapi.json", "/admin")
-    assert {(op.method.upper(), op.path) for op in OPERATIONS} == {
-        (method, path) for method, path in served if not path.startswith(own)
-    }
+    described = {(method.upper(), path) for path, item in openapi()["paths"].items() for method in item}
+    assert described == {(method, path) for method, path in served if not path.startswith(own)}
 
 
 def test_every_field_of_a_body_is_in_the_schema() -> None:
@@ -65,7 +73,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     html = page.body.decode()
     assert "://" not in html
-    assert 'url: "openapi.json"' in html
+    assert "url: 'openapi.json'" in html
     pytest.importorskip("fastapi_offline")
     for file in re.findall(r'(?:src|href)="([^"]*)"', html):
         reply = run(call(app, "GET", f"/{file}"))
@@ -112,12 +120,12 @@ def test_other_replies_have_their_types() -> None:
     dispatcher = FakeDispatcher()
     app = make_app(dispatcher)
     for path, kind in (
-        ("/v1/models", reply.ModelList),
-        (f"/v1/models/{MODEL}", reply.ModelCard),
+        ("/v1/models", status_pages.ModelList),
+        (f"/v1/models/{MODEL}", status_pages.ModelCard),
         ("/v1/models/other", reply.ErrorReply),
         ("/health", reply.Health),
-        ("/version", reply.Version),
-        ("/load", reply.ServerLoad),
+        ("/version", status_pages.Version),
+        ("/load", status_pages.ServerLoad),
         ("/nowhere", reply.ErrorReply),
     ):
         check(run(call(app, "GET", path)).json(), kind)

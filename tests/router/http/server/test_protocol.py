@@ -509,11 +509,12 @@ async def unread(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-length", b"%d" % len(LARGE))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": LARGE})
-        written.set()
+        with drain.counted() if drain else contextlib.nullcontext():
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": LARGE})
+            written.set()
 
-    async with serving(drain.counted(app) if drain else app, limits) as server, connected(server.port) as client:
+    async with serving(app, limits) as server, connected(server.port) as client:
         await client.send(request)
         await written.wait()
         yield server, client
