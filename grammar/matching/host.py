@@ -17,7 +17,6 @@ from pdkv.grammar.matching.slab import Slab, Words
 from pdkv.grammar.matching.state import Known, Row, WorkerState
 from pdkv.grammar.matching.vocabulary import WORD_BITS
 from pdkv.grammar.matching.workers import Workers
-from pdkv.grammar.options import GrammarOptions
 from pdkv.sampling.shape import Grammar
 from pdkv.wire.types import RequestKey
 
@@ -44,22 +43,28 @@ class GrammarHost:
         model_dir: Path,
         vocab_size: int,
         stop_token_ids: Sequence[int],
-        options: GrammarOptions,
         notify: Callable[[], None],
         *,
+        time_s: float = 2.0,
+        memory_bytes: int = 512 << 20,
+        num_processes: int = 8,
+        max_waiting_chars: int = 64 << 20,
         num_requests: int = 256,
         num_drafts: int = 0,
         clock: Clock = MONOTONIC,
     ) -> None:
         """Args:
         notify: called from another thread whenever tickets became done, answers failed, or masks came that were late.
+        time_s: of a processor, that a grammar may have used and not earned back.
+        memory_bytes: that a process may take.
+        max_waiting_chars: text of grammars that wait for one process.
         num_requests: answers at a time, at most.
         num_drafts: of an answer in a step, at most.
         """
-        shape = SlabShape(options.num_processes, num_requests, 1 + num_drafts, -(-vocab_size // WORD_BITS))
+        shape = SlabShape(num_processes, num_requests, 1 + num_drafts, -(-vocab_size // WORD_BITS))
         stops = tuple(stop_token_ids)
-        start = Start(str(model_dir), vocab_size, stops, options.time_s, options.memory_bytes, shape)
-        self._options = options
+        start = Start(str(model_dir), vocab_size, stops, time_s, memory_bytes, shape)
+        self._max_waiting_chars = max_waiting_chars
         self._workers = Workers(start, notify, clock)
         self._lock = self._workers.lock
         self._rows: dict[RequestKey, Row] = {}
@@ -81,7 +86,7 @@ class GrammarHost:
             worker = self._workers.worker_of(tenant)
             known = worker.find(grammar)
             if known is None:
-                if worker.waiting_chars + len(grammar.text) > self._options.max_waiting_chars:
+                if worker.waiting_chars + len(grammar.text) > self._max_waiting_chars:
                     raise ServerBusy("too many grammars wait to be compiled: try again")
                 known = Known(next(self._numbers), grammar, worker)
                 self._workers.numbers[known.number] = worker.known[grammar] = known

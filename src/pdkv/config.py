@@ -23,7 +23,6 @@ from pdkv.base.options import (
 )
 from pdkv.base.secret_options import without_secrets
 from pdkv.errors import ConfigError
-from pdkv.grammar.options import GrammarOptions
 from pdkv.host.cuda_devices import count_cuda_devices
 from pdkv.host.memory_limits import LEAST_POOL_BYTES
 
@@ -173,13 +172,6 @@ class EngineConfig(ModelFiles):
         metavar="NAME",
     )
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
-
-    @property
-    def grammars(self) -> GrammarOptions:
-        """What grammars may cost."""
-        return GrammarOptions(
-            time_s=self.grammar_time_s, memory_bytes=self.grammar_memory, num_processes=self.grammar_processes
-        )
 
     @property
     def host_kv_bytes(self) -> int:

@@ -68,5 +68,19 @@ def test_sizes_for_people() -> None:
 
 def test_the_kernels_kills_are_counted(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 12\noom_kill 3\n")
-    assert num_oom_kills(tmp_path) == 3
-    assert num_oom_kills(tmp_path / "none") is None
+    assert num_oom_kills(tmp_path, tmp_path / "cgroups") == 3
+    assert num_oom_kills(tmp_path / "none", tmp_path / "cgroups") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "file"), [("0::/a/b", "a/b/memory.events"), ("5:memory:/a/b", "memory/a/b/memory.oom_control")]
+)
+def test_another_groups_kills_are_not_counted(line: str, file: str, tmp_path: Path) -> None:
+    """Of the whole machine's, each one explained the next death here, whatever its cause."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    events = tmp_path / "cgroups" / file
+    events.parent.mkdir(parents=True)
+    events.write_text("oom 7\noom_kill 1\n")
+    assert num_oom_kills(tmp_path, tmp_path / "cgroups") == 1

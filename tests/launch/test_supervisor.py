@@ -16,7 +16,7 @@ from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError, IncompatiblePeers, StartupError
 from pdkv.host.memory_limits import num_oom_kills
 from pdkv.launch import supervisor as module
-from pdkv.launch.children import Child
+from pdkv.launch.children import Child, OomWatch
 from pdkv.launch.keeper import backoff_s
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
@@ -246,22 +246,31 @@ def small_cgroup() -> Iterator[Path]:
     group.rmdir()
 
 
-async def test_an_engine_that_the_kernel_killed_for_want_of_memory_is_named_so(deck: Deck, small_cgroup: Path) -> None:
-    """A real kill: a child takes 200 MiB in a cgroup of 64 MiB."""
-    if num_oom_kills() is None:
+def count_kills_in(group: Path, deck: Deck, proc: Path) -> None:
+    """As if the launcher were in this group, as its children are elsewhere."""
+    (proc / "self").mkdir()
+    (proc / "self/cgroup").write_text(f"{'5:memory' if group.parent.name == 'memory' else '0:'}:/{group.name}")
+    if num_oom_kills(proc) is None:
         pytest.skip("this kernel does not count its kills")
+    deck.supervisor._oom_kills = OomWatch(lambda: num_oom_kills(proc))
+
+
+async def test_an_engine_that_the_kernel_killed_for_want_of_memory_is_named_so(
+    deck: Deck, small_cgroup: Path, tmp_path: Path
+) -> None:
+    """A real kill: a child takes 200 MiB in a cgroup of 64 MiB."""
     async with deck.running():
+        count_kills_in(small_cgroup, deck, tmp_path)
         deck.behaviour["decode-0"] = f"eat {small_cgroup}"
         with pytest.raises(StartupError, match="decode-0 died before it was ready: was killed by the kernel"):
             await deck.supervisor.start()
 
 
 async def test_a_running_engine_that_the_kernel_killed_is_named_so(
-    deck: Deck, small_cgroup: Path, caplog: pytest.LogCaptureFixture
+    deck: Deck, small_cgroup: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if num_oom_kills() is None:
-        pytest.skip("this kernel does not count its kills")
     async with deck.running():
+        count_kills_in(small_cgroup, deck, tmp_path)
         deck.behaviour["decode-0"] = f"serve and eat {small_cgroup}"
         start = asyncio.ensure_future(deck.supervisor.start())
         while await deck.ready.get() != "decode-0":

@@ -2,15 +2,15 @@
 
 import logging
 import ssl
+from _ssl import _test_decode_cert  # what Python tells of peers' certificates, of one in a file
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from pdkv.base.clock import unix_time
 from pdkv.base.log_limit import LogLimit
 from pdkv.config import TlsConfig
 from pdkv.errors import ConfigError
-from pdkv.router.http.server.certificate_dates import certificate_dates
 
 SOON = timedelta(days=14)
 """A certificate that has less than that left is warned of."""
@@ -95,11 +95,29 @@ def _warn_of_dates(config: TlsConfig) -> None:
         logger.warning("--ssl-certfile: %s", text)
 
 
+class Dates(NamedTuple):
+    """From when until when a certificate holds."""
+
+    begins: datetime
+    ends: datetime
+
+
+def certificate_dates(path: Path) -> Dates:
+    """Of the first certificate in a PEM file, which is the server's own; those of its authorities follow it.
+
+    Raises:
+        OSError: there is none, or it is damaged.
+    """
+    certificate = _test_decode_cert(str(path))
+    begins, ends = (ssl.cert_time_to_seconds(certificate[name]) for name in ("notBefore", "notAfter"))
+    return Dates(datetime.fromtimestamp(begins, UTC), datetime.fromtimestamp(ends, UTC))
+
+
 def date_problem(path: Path, now: datetime) -> str:
     """Why clients refuse the certificate for its dates, or soon will; empty: they do not. It is served all the same."""
     try:
         begins, ends = certificate_dates(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return f"until when {path} holds cannot be read: {error}"
     if now < begins:
         return f"the certificate of {path} holds only from {begins} on: clients refuse it until then"

@@ -125,8 +125,10 @@ class _Plan(NamedTuple):
             config.model,
             model.vocab_size,
             model.eos_token_ids,
-            config.grammars,
             notify,
+            time_s=config.grammar_time_s,
+            memory_bytes=config.grammar_memory,
+            num_processes=config.grammar_processes,
             num_requests=limits.max_num_seqs,
             num_drafts=limits.num_draft_tokens,
         )

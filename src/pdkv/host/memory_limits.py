@@ -75,49 +75,57 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.1f} GiB"
 
 
-def num_oom_kills(proc: Path = Path("/proc")) -> int | None:
-    """Processes that the kernel has killed for want of memory since boot, in any cgroup; None where it does not say."""
-    try:
-        lines = (proc / "vmstat").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | None:
+    """Processes that the kernel has killed for want of memory: of this one's cgroup, or where that does not say, of the
+    whole machine since boot; None where neither does.
+    """
+    files = [*((directory / of.events) for directory, of in _memory_cgroups(proc, cgroups)), proc / "vmstat"]
+    counts = (_read_stat(file, "oom_kill") for file in files)
+    return next((count for count in counts if count is not None), None)
 
 
 def _meminfo(proc: Path) -> Iterator[MemoryBound]:
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            yield MemoryBound(int(line.split()[1]) * 1024, "MemAvailable")
+    if (kilobytes := _read_stat(proc / "meminfo", "MemAvailable:")) is not None:
+        yield MemoryBound(kilobytes * 1024, "MemAvailable")
 
 
-def _cgroup_bounds(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
-    """Of this process' memory cgroup and its ancestors, as far as they are visible and limited."""
+class _Files(NamedTuple):
+    """What files of a memory cgroup, or lines in them, are called."""
+
+    limit: str
+    usage: str
+    cache: str  # that can be dropped, in memory.stat
+    events: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
+_V2 = _Files("memory.max", "memory.current", "inactive_file", "memory.events")
+
+
+def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
+    """This process' memory cgroup and its ancestors, some of which may not be visible."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _bounds_upwards(cgroups, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _bounds_upwards(cgroups / "memory", path, *files)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        root, files = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
+        for depth in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:depth]), files
 
 
-def _bounds_upwards(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[MemoryBound]:
-    """What is left of each limit from the cgroup up to the root; page cache that can be dropped counts as free."""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        directory = root.joinpath(*parts[:depth])
-        allowed, used = _read_number(directory / limit), _read_number(directory / usage)
+def _cgroup_bounds(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
+    """What is left of each limit; page cache that can be dropped counts as free."""
+    for directory, files in _memory_cgroups(proc, cgroups):
+        allowed, used = _read_number(directory / files.limit), _read_number(directory / files.usage)
         if allowed is None or used is None or allowed >= _NO_LIMIT_BYTES:
             continue
-        yield MemoryBound(max(allowed - used + _read_stat(directory / "memory.stat", cache), 0), str(directory / limit))
+        free = allowed - used + (_read_stat(directory / "memory.stat", files.cache) or 0)
+        yield MemoryBound(max(free, 0), str(directory / files.limit))
 
 
 def _read_number(path: Path) -> int | None:
@@ -128,9 +136,10 @@ def _read_number(path: Path) -> int | None:
         return None
 
 
-def _read_stat(path: Path, name: str) -> int:
+def _read_stat(path: Path, name: str) -> int | None:
+    """The number behind a name, each of which has a line; None: there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+        return None
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)

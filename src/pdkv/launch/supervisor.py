@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import secrets
 import signal
@@ -24,7 +25,6 @@ from pdkv.launch.children import (
     spawn_engine,
     spawn_router,
 )
-from pdkv.launch.deployment_model import DeploymentModel
 from pdkv.launch.keeper import Care, Keeper
 from pdkv.launch.specs import EngineSpec
 from pdkv.router.engines.address import EngineAddress
@@ -82,7 +82,7 @@ class Supervisor:
         self._addresses = {a.name: a for a in fleet.router.engines} if fleet.router is not None else {}
         self._hurried = asyncio.Event()
         self._oom_kills = OomWatch()
-        self._model = DeploymentModel()
+        self._model = self._first_loaded = ""  # its identity, and who reported it first; empty: nobody has yet
 
     async def start(self) -> None:
         """Start everything; returns when all are ready.
@@ -161,7 +161,7 @@ class Supervisor:
         self._listens_for_hangups = False
         spec = msgspec.structs.replace(spec, engines=list(self._addresses.values()))
         if self._router is not None:  # a second one must not wait for an engine that cannot start
-            spec = msgspec.structs.replace(spec, await_all=False, identity=self._model.identity)
+            spec = msgspec.structs.replace(spec, await_all=False, identity=self._model)
 
         async def spawn(ack: AckSocket) -> Child:
             self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
@@ -247,9 +247,7 @@ class Supervisor:
         def on_progress(text: str) -> None:
             logger.info("%s: %s", name, text)
 
-        def on_identity(model: str) -> None:
-            self._model.check(name, model)
-
+        on_identity = functools.partial(self._check_model, name)
         try:
             child = await spawn(ack)
             self._children.add(child)
@@ -264,6 +262,23 @@ class Supervisor:
             return child
         finally:
             ack.close()
+
+    def _check_model(self, name: str, identity: str) -> None:
+        """An engine, or a rank of one, has loaded this. The first identity is the deployment's as long as this lives.
+
+        A restarted engine that reads other weights is refused, even if all others are gone: answers that have begun,
+        and KV that is kept elsewhere, are of the first.
+
+        Raises:
+            IncompatiblePeers: others have loaded something else; the message has both values.
+        """
+        if not self._model:
+            self._model, self._first_loaded = identity, name
+        if identity != self._model:
+            raise IncompatiblePeers(
+                f"{name} has model {identity}, but the deployment started with model {self._model} (of "
+                f"{self._first_loaded}): weight files or config.json differ. Restore them, or restart the deployment"
+            )
 
     async def _end_of(self, child: Child) -> str:
         """How a child ended that has closed its acknowledgements. One that only did that is killed."""

@@ -118,12 +118,17 @@ def encode_message(message: AnyMessage) -> msgspec.Raw:
 
 def split(messages: Iterable[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
     """The messages, in order, in groups for a frame each: up to MAX_FRAME_MESSAGES, and FRAME_BYTES and one message."""
+    return _groups(messages, FRAME_BYTES, MAX_FRAME_MESSAGES)
+
+
+def _groups(messages: Iterable[msgspec.Raw], num_bytes: int, num_messages: int) -> Iterator[list[msgspec.Raw]]:
+    """Each ends with the message that brings it to one of these bounds."""
     group: list[msgspec.Raw] = []
     size = 0
     for message in messages:
         group.append(message)
         size += len(memoryview(message))
-        if size >= FRAME_BYTES or len(group) >= MAX_FRAME_MESSAGES:
+        if size >= num_bytes or len(group) >= num_messages:
             yield group
             group, size = [], 0
     if group:
@@ -160,15 +165,10 @@ def frame_pieces(data: bytes) -> Iterator[ReceivedFrame]:
         MalformedMessage: `data` is no frame; before the first piece.
     """
     frame = decode_total(_frames, data)
-    group: list[msgspec.Raw] = []
-    size = 0
-    for raw in frame.messages:
-        group.append(raw)
-        size += len(memoryview(raw))
-        if size >= PIECE_BYTES or len(group) >= PIECE_MESSAGES:
-            yield _piece(frame, group)
-            group, size = [], 0
-    yield _piece(frame, group)
+    groups = _groups(frame.messages, PIECE_BYTES, PIECE_MESSAGES)
+    yield _piece(frame, next(groups, []))  # also where there is no message
+    for group in groups:
+        yield _piece(frame, group)
 
 
 def _piece(frame: _RawFrame, group: list[msgspec.Raw]) -> ReceivedFrame:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from pdkv.errors import GrammarGivenUp, InvalidRequest
 from pdkv.grammar.matching import workers
 from pdkv.grammar.matching.host import GrammarHost
 from pdkv.grammar.matching.state import Known
-from pdkv.grammar.options import GrammarOptions
 from pdkv.models.config import load_model_config
 from pdkv.sampling.shape import Grammar
 from pdkv.testing import VirtualClock
@@ -39,12 +39,11 @@ BITS, LETTERS = lark("start: /[01]{40}/"), lark("start: /[ab]+/")
 class Host:
     """A host, and what its engine's loop does."""
 
-    def __init__(self, **options: float) -> None:
+    def __init__(self, **options: Any) -> None:
         self.news, self.clock = threading.Event(), VirtualClock()
-        made = GrammarOptions(**options)  # type: ignore[arg-type]
         self.host = GrammarHost(
-            DEFAULT_MODEL, CONFIG.vocab_size, CONFIG.eos_token_ids, made, self.news.set,
-            num_requests=8, num_drafts=2, clock=self.clock,
+            DEFAULT_MODEL, CONFIG.vocab_size, CONFIG.eos_token_ids, self.news.set,
+            num_requests=8, num_drafts=2, clock=self.clock, **options,
         )  # fmt: skip
 
     def wait(self, is_so: Callable[[], bool]) -> None:
