@@ -37,7 +37,8 @@ from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.protocol import LimitedProtocol
 from pdkv.router.http.server.tls import TlsGate
 from pdkv.router.http.server.turnstile import Turnstile
-from pdkv.router.metrics.instruments import Instruments, make_instruments
+from pdkv.router.metrics.loop_watchdog import LoopWatchdog
+from pdkv.router.metrics.tracing import Tracer
 from pdkv.router.spec import RouterSpec
 from pdkv.text import load_tokenizer
 from pdkv.wire.cluster_key import ClusterKey
@@ -119,7 +120,9 @@ def run_router(
     keys = KeyRing(key_file) if read_keys(key_file) else None
     tls = Tls(config.tls) if config.tls.ssl_certfile is not None else None
     operations = Operations(dispatcher, make_client, marks_file)
-    instruments = make_instruments(config.observability)
+    seen = config.observability
+    tracer = Tracer(seen.otlp_endpoint) if seen.otlp_endpoint is not None else None
+    watchdog = LoopWatchdog(seen.loop_watchdog_ms / 1e3) if seen.loop_watchdog_ms else None
     app = create_app(
         dispatcher,
         load_tokenizer(model),
@@ -130,12 +133,13 @@ def run_router(
         sampling_defaults=sampling_defaults,
         logits_processors=spec.logits_processors,
         operations=operations,
-        instruments=instruments,
+        tracer=tracer,
+        watchdog=watchdog,
     )
     room = Connections(max_connections)
     server = _Server(server_config(app, limits, app.state.bodies, room, tls))
     launchers = LauncherPages(dispatcher, operations, app.state.caches).app(app.state.figures)
-    admin = AdminServer(launchers, admin_socket) if admin_socket is not None else None
+    admin = _serving(launchers, admin_socket) if admin_socket is not None else contextlib.nullcontext()
     reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = _Stopping(server, dispatcher, app.state.drain, room, spec.drain_s)
     sys.setswitchinterval(SWITCH_S)
@@ -143,11 +147,11 @@ def run_router(
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(
-                _serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, reloads, instruments)
-            )
+            runner.run(_serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, reloads, watchdog))
     finally:
-        instruments.close()
+        for instrument in (watchdog, tracer):
+            if instrument is not None:
+                instrument.close()
         context.term()
     return 0
 
@@ -177,27 +181,21 @@ def server_config(
     )
 
 
-class AdminServer:
-    """Serves the operators' application on a unix socket."""
-
-    def __init__(self, app: ASGIApp, path: Path) -> None:
-        """`path` may exist, if a predecessor was killed."""
-        self._server = _Server(
-            uvicorn.Config(
-                app, uds=str(path), ws="none", lifespan="off", access_log=False, log_config=None, log_level="warning",
-                server_header=False, proxy_headers=False, timeout_graceful_shutdown=SHUTDOWN_S,
-            )
-        )  # fmt: skip
-
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Serve until the end of the block."""
-        task = asyncio.create_task(self._server.serve())
-        try:
-            yield
-        finally:
-            self._server.should_exit = True
-            await task
+@contextlib.asynccontextmanager
+async def _serving(app: ASGIApp, path: Path) -> AsyncIterator[None]:
+    """Serve the operators' application on a unix socket, which may exist if a predecessor was killed."""
+    server = _Server(
+        uvicorn.Config(
+            app, uds=str(path), ws="none", lifespan="off", access_log=False, log_config=None, log_level="warning",
+            server_header=False, proxy_headers=False, timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+    )  # fmt: skip
+    task = asyncio.create_task(server.serve())
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
 
 
 class _Stopping:
@@ -241,17 +239,18 @@ class _Stopping:
 
 async def _serve(
     server: _Server,
-    admin: AdminServer | None,
+    admin: contextlib.AbstractAsyncContextManager[None],
     dispatcher: Dispatcher,
     stopping: _Stopping,
     listen_fd: int,
     lifeline_fd: int | None,
     on_ready: Callable[[], None] | None,
     reloads: Sequence[Callable[[], None]],
-    instruments: Instruments,
+    watchdog: LoopWatchdog | None,
 ) -> None:
     loop = asyncio.get_running_loop()
-    instruments.start()
+    if watchdog is not None:
+        watchdog.start()
     garbage = ShortCollections(lambda: (dispatcher.num_generations, dispatcher.counters.started))
     garbage.start()
 
@@ -272,7 +271,7 @@ async def _serve(
     announcement = loop.create_task(_announce(dispatcher, on_ready))
     announcement.add_done_callback(lambda task: stopping.now() if not task.cancelled() and task.exception() else None)
     try:
-        async with admin.serving() if admin is not None else contextlib.nullcontext():
+        async with admin:
             await server.serve(sockets=[socket.socket(fileno=listen_fd)])
     finally:
         garbage.close()

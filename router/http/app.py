@@ -1,10 +1,13 @@
 """The router's HTTP application: OpenAI's API, health, metrics and topology."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from prometheus_client.core import Metric
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -43,10 +46,11 @@ from pdkv.router.http.server.access_log import AccessLogged
 from pdkv.router.http.server.auth import Authenticate, PlainPaths, authenticate
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.drain import Drain
-from pdkv.router.metrics.held import held_metrics
-from pdkv.router.metrics.instruments import NO_INSTRUMENTS, Instruments
+from pdkv.router.metrics.exposition import gauge
 from pdkv.router.metrics.keys import key_metrics
+from pdkv.router.metrics.loop_watchdog import LoopWatchdog
 from pdkv.router.metrics.requests import Metrics
+from pdkv.router.metrics.tracing import Tracer
 from pdkv.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,7 +71,8 @@ def create_app(
     sampling_defaults: Mapping[str, Any] | None = None,
     logits_processors: Sequence[str] = (),
     operations: Operations | None = None,
-    instruments: Instruments = NO_INSTRUMENTS,
+    tracer: Tracer | None = None,
+    watchdog: LoopWatchdog | None = None,
 ) -> FastAPI:
     """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state` has the
     `caches` and `figures` that `LauncherPages` take, the `bodies` and the `drain`.
@@ -82,7 +87,7 @@ def create_app(
         sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
         logits_processors: names of those that engines have.
         operations: where there are `keys`, what those with `admin` may have done.
-        instruments: what else looks on; started and closed by the caller.
+        tracer, watchdog: what else looks on; started and closed by the caller.
     """
     config = config or RouterConfig()
     api, limits = config.api, config.http
@@ -90,7 +95,7 @@ def create_app(
     admission = admission or Admission(dispatcher, config.admission)
     drain = Drain(admission)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
-    metrics = Metrics(dispatcher, names[0], instruments, admission)
+    metrics = Metrics(dispatcher, names[0], tracer=tracer, watchdog=watchdog, admission=admission)
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
     served = ServedModel(
@@ -109,17 +114,20 @@ def create_app(
     model = _model_provider(dispatcher, served)
     caches = CachePages(dispatcher, model, keys)
     pool = TextPool()
-    held = {
-        "open_requests": lambda: drain.num_requests,
-        "body_bytes": lambda: bodies.held,
-        "waiting_bodies": lambda: bodies.num_waiting,
-        "text_bytes": lambda: pool.held,
-        "open_generations": lambda: dispatcher.num_running,
-    }
-    metrics.register(lambda: held_metrics(held))
+
+    def held() -> Iterator[Metric]:
+        """What requests hold: at rest each number is zero."""
+        text = "Requests to generate whose answers are not out, from their headers to their last byte."
+        yield gauge("pdkv_open_requests", text, drain.num_requests)
+        yield gauge("pdkv_body_bytes", "Bodies that are read or worked on.", bodies.held)
+        yield gauge("pdkv_waiting_bodies", "Bodies that wait for room to be read.", bodies.num_waiting)
+        yield gauge("pdkv_text_bytes", "Texts that wait to be tokenized, or are.", pool.held)
+        yield gauge("pdkv_open_generations", "Choices that have begun and are not over.", dispatcher.num_running)
+
+    metrics.register(held)
     answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     intake = Intake(limits, bodies, pool)
-    shared = Shared(admission, model, metrics, limits, api, intake, pool, answers, drain, instruments.tracer)
+    shared = Shared(admission, model, metrics, limits, api, intake, pool, answers, drain, tracer)
     pages = [*StatusPages(dispatcher, model, metrics, drain).routes(), *docs_routes()]
     if keys is not None and operations is not None:
         pages += AdminPages(dispatcher, operations, caches).routes()
@@ -238,13 +246,5 @@ def body_budget(limits: HttpLimits) -> ByteBudget:
 def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[], ServedModel]:
     """The model as it is served now: engines that come up may allow less than was asked for."""
     limit = model.max_model_len
-    by_limit = {limit: model}
-
-    def current() -> ServedModel:
-        engines_limit = dispatcher.max_model_len
-        now = limit if engines_limit is None else min(limit, engines_limit)
-        if now not in by_limit:
-            by_limit[now] = model.with_max_model_len(now)
-        return by_limit[now]
-
-    return current
+    limited = functools.cache(lambda length: dataclasses.replace(model, max_model_len=length))
+    return lambda: limited(min(limit, limit if dispatcher.max_model_len is None else dispatcher.max_model_len))

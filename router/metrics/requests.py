@@ -16,7 +16,8 @@ from pdkv.router.generations.timeline import PHASE_S, SHORT_S
 from pdkv.router.histogram import Histogram, bounds
 from pdkv.router.metrics.engines import engine_metrics
 from pdkv.router.metrics.exposition import Exposed, Scraped, counter, counters, families, gauge, totals
-from pdkv.router.metrics.instruments import NO_INSTRUMENTS, Instruments
+from pdkv.router.metrics.loop_watchdog import LoopWatchdog
+from pdkv.router.metrics.tracing import Tracer
 
 if TYPE_CHECKING:
     from pdkv.router.admission.admission_queue import Admission
@@ -48,7 +49,9 @@ class Metrics:
         self,
         dispatcher: "Dispatcher",
         model_name: str = "",
-        instruments: Instruments = NO_INSTRUMENTS,
+        *,
+        tracer: Tracer | None = None,
+        watchdog: LoopWatchdog | None = None,
         admission: "Admission | None" = None,
     ) -> None:
         """`model_name`: as it is served; a label of vLLM's metrics."""
@@ -57,7 +60,7 @@ class Metrics:
         if admission is not None:
             admission.observe_wait = self.queue_wait.observe
         self._dispatcher = dispatcher
-        self._instruments = instruments
+        self._tracer, self._watchdog = tracer, watchdog
         self._labels = {"model_name": model_name, "engine": "router"}
         self.requests: Counter[tuple[str, str]] = Counter()  # by endpoint and outcome
         self.in_flight = 0
@@ -155,7 +158,7 @@ class Metrics:
         yield Exposed("pdkv_queue_wait_seconds", waits, self.queue_wait, SHORT_S).family()
 
     def _looked_at(self) -> Iterator[Metric]:
-        tracer, watchdog = self._instruments
+        tracer, watchdog = self._tracer, self._watchdog
         if tracer is not None:
             yield counters("pdkv_spans", "Spans by what became of them.", "outcome", tracer.counts)
         if watchdog is not None:

@@ -1,7 +1,7 @@
 """The model that a router serves, and what every kind of request is checked against."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pdkv.base.limits import clip
@@ -41,10 +41,6 @@ class ServedModel:
     def max_prompt_chars(self) -> int:
         """No text with more characters can fit into the model's length."""
         return self.max_model_len * self.tokenizer.max_token_chars
-
-    def with_max_model_len(self, max_model_len: int) -> "ServedModel":
-        """The same model with another length."""
-        return replace(self, max_model_len=max_model_len)
 
     def check_name(self, name: str | None) -> None:
         """Raises InvalidRequest (404) for another model's name; no name means this model."""

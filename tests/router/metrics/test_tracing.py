@@ -15,7 +15,6 @@ from small_app import MODEL, model_config, tokenizer
 from pdkv.config import ObservabilityConfig
 from pdkv.errors import ConfigError
 from pdkv.router.http.app import create_app
-from pdkv.router.metrics.instruments import Instruments, make_instruments
 from pdkv.router.metrics.tracing import MAX_GENERATIONS, Tracer, check_tracing, traces_url
 from pdkv.wire.messages import Failed
 
@@ -36,7 +35,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
 
 async def ask(system: System, tracer: Tracer, *bodies: dict[str, Any], headers: dict[str, str] | None = None) -> None:
     """Requests to a router that traces; returns when the collector has had its say."""
-    app = create_app(system.dispatcher, tokenizer(), model_config(), [MODEL], instruments=Instruments(tracer=tracer))
+    app = create_app(system.dispatcher, tokenizer(), model_config(), [MODEL], tracer=tracer)
     for body in bodies:
         await call(app, "POST", "/v1/completions", {"model": MODEL, "max_tokens": 4, **body}, headers)
     await asyncio.to_thread(tracer.close)
@@ -164,4 +163,5 @@ def test_without_the_sdk_the_option_names_the_extra(monkeypatch: pytest.MonkeyPa
 
 
 def test_by_default_there_is_nothing() -> None:
-    assert make_instruments(ObservabilityConfig()) == Instruments(None, None)
+    config = ObservabilityConfig()
+    assert (config.otlp_endpoint, config.loop_watchdog_ms) == (None, 0.0)
