@@ -318,18 +318,19 @@ def test_operators_are_served_on_their_socket_only(router: RouterProcess, engine
             ("POST", "/decode-0/drain", None, 409, "would leave no engine that can decode"),
             ("POST", "/decode-7/drain", None, 404, "there is no engine 'decode-7' (did you mean 'decode-0'?)"),
             ("POST", "/decode-0/role", {"role": "chef"}, 400, "role must be one of prefill, decode, any, got 'chef'"),
-            ("POST", "/decode-0/role", {"rôle": "any"}, 400, "the body is no RoleBody"),
-            ("POST", "/decode-0/drain?wait_s=nan", None, 400, "wait_s: a number of seconds of at least 0"),
-            ("GET", "/decode-0?until=done", None, 400, "until: one of ready, drained was expected, got 'done'"),
+            ("POST", "/decode-0/role", {"rôle": "any"}, 400, "role: Field required"),
+            ("POST", "/decode-0/drain?wait_s=nan", None, 400, "wait_s: Input should be a finite number, got 'nan'"),
+            ("GET", "/decode-0?until=done", None, 400, "until: Input should be 'ready' or 'drained', got 'done'"),
             (
                 "GET",
                 "/decode-0?until=ready&pid=-1",
                 None,
                 400,
-                "pid: a whole number of at least 0 and below 10,000,000,000 was expected, got '-1'",
+                "pid: Input should be greater than or equal to 0, got '-1'",
             ),
-            ("DELETE", "/decode-0?force=yes", None, 400, "force: true or false was expected, got 'yes'"),
-            ("PUT", "/decode-0", {"role": "any"}, 400, "the body is no EngineBody"),
+            ("DELETE", "/decode-0?force=yes", None, 400, "force: Input should be a valid boolean, got 'yes'"),
+            ("DELETE", "/decode-0?forced=true", None, 400, "forced: Extra inputs are not permitted, got 'true'"),
+            ("PUT", "/decode-0", {"role": "any"}, 400, "endpoint: Field required"),
         ):
             answer = admin.request(method, "/admin/engines" + path, json=json_body)
             assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text

@@ -19,7 +19,7 @@ from pdkv.router.generations.operations import Operations
 from pdkv.router.generations.request_log import NUM_ENDED
 from pdkv.router.http.pages.cache_pages import MAX_BODY_BYTES as MAX_CACHE_BODY_BYTES
 from pdkv.router.http.pages.cache_pages import POOL, CachePages
-from pdkv.router.http.pages.page import ERROR_HANDLERS, Page, freshened, read_body
+from pdkv.router.http.pages.page import ERROR_HANDLERS, Flag, Page, freshened, read_body
 from pdkv.router.http.server.auth import RESET_PATH
 from pdkv.router.http.server.errors import error_body, json_response
 
@@ -38,10 +38,10 @@ class _Options(_Strict):
     """What may stand behind an engine's path."""
 
     until: Literal["ready", "drained"] | None = None
-    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0
+    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0
     pid: Annotated[int, Field(ge=0, lt=10**10)] | None = None
-    move: bool = False
-    force: bool = False
+    move: Flag = False
+    force: Flag = False
 
 
 class RoleBody(_Strict):

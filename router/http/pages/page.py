@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, params
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BeforeValidator, Strict
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -20,6 +21,10 @@ from pdkv.router.http.server.errors import describe_error, error_body, json_resp
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
+
+_WORDS = {"true": True, "1": True, "false": False, "0": False}
+Flag = Annotated[bool, Strict(), BeforeValidator(lambda word: _WORDS.get(word, word))]
+"""true or false; yes and the like are neither, as everywhere else."""
 
 MAX_BODY_BYTES = 64 << 10
 
@@ -63,7 +68,7 @@ class HeadAsGet:
 def freshened(dispatcher: "Dispatcher") -> list[params.Depends]:
     """Dependencies of a page that takes ?fresh=true: the engines say first how they are, those that answer soon."""
 
-    async def freshen(fresh: bool = False) -> None:
+    async def freshen(fresh: Flag = False) -> None:
         if fresh:
             await dispatcher.fresh_reports()
 
@@ -95,7 +100,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     wrong = error.errors()[0]
     name = ".".join(str(part) for part in wrong["loc"][1:] if wrong["type"] != "json_invalid") or "the body"
-    message = f"{name}: {wrong['msg']}, got {clip(repr(wrong['input']))}"
+    got = "" if wrong["type"] == "missing" else f", got {clip(repr(wrong['input']))}"
+    message = f"{name}: {wrong['msg']}{got}"
     return json_response(error_body(message, status=400, param=name), status=400)
 
 

@@ -313,7 +313,7 @@ async def test_a_request_leaves_nothing_for_the_collector() -> None:
 @pytest.mark.parametrize("path", ["/metrics", "/topology"])
 def test_fresh_is_true_or_false(path: str) -> None:
     """Any word but "true" was taken for false."""
-    for word in ("maybe", "", "2"):
+    for word in ("maybe", "", "2", "yes"):
         status, body = get(FakeDispatcher(), f"{path}?fresh={word}")
         assert (status, body["error"]["param"], repr(word) in body["error"]["message"]) == (400, "fresh", True)
     assert run(call(make_app(FakeDispatcher()), "GET", f"{path}?fresh=false")).status == 200
