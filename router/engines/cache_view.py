@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from pdkv.router.engines.fleet import EngineSnapshot
+from pdkv.router.engines.fleet import EngineState
 from pdkv.wire.reports import ConnectorStats
 
 
 def describe_caches(
-    engines: Sequence[EngineSnapshot], names: Mapping[int, Sequence[str]] = MappingProxyType({})
+    engines: Sequence[EngineState], names: Mapping[int, Sequence[str]] = MappingProxyType({})
 ) -> dict[str, Any]:
     """JSON-ready: {"engines": [each that has reported]}. `names`: of the API keys, by owner of their KV.
 

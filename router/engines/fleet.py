@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -156,21 +156,6 @@ class EngineState:
             weight = CONTEXT_WEIGHT if side == "prefill" else 1.0
             return EngineView(self.name, books.prefill_tokens + int(weight * books.kv_tokens))
         return EngineView(self.name, books.prefill_tokens if side == "prefill" else books.kv_tokens)
-
-
-class EngineSnapshot(NamedTuple):
-    """One engine for metrics and people."""
-
-    name: str
-    role: str
-    state: str  # "starting", "ready", "dead"
-    pid: int | None
-    load: LoadReport | None  # the last report
-    in_flight: int  # requests of this router
-    num_deaths: int
-    busy_s: float = 0.0
-    num_indexed_keys: int = 0  # of its cache, in the router's prefix index
-    num_malformed: int = 0  # frames and messages of it that could not be read
 
 
 class Counters:

@@ -45,23 +45,14 @@ class ProbeResult(NamedTuple):
         }
 
 
-class EngineVerdict(NamedTuple):
-    """What the router thinks of one engine, for metrics."""
-
-    name: str
-    role: str
-    suspect: bool
-    breaker_open: bool
-
-
 class HealthSnapshot(NamedTuple):
     """What the router thinks of its engines, for metrics."""
 
-    engines: list[EngineVerdict]
-    num_pairs_open: int = 0
-    probes_ok: int = 0
-    probes_failed: int = 0
-    num_moved: int = 0  # requests
+    open_breakers: Collection[str]  # engines
+    num_pairs_open: int
+    probes_ok: int
+    probes_failed: int
+    num_moved: int  # requests
 
 
 @dataclass(slots=True)

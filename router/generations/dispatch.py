@@ -21,7 +21,7 @@ from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.capacity import Capacity
-from pdkv.router.engines.fleet import ORDERS, Counters, EngineSnapshot, Fleet
+from pdkv.router.engines.fleet import ORDERS, Counters, EngineState, Fleet
 from pdkv.router.engines.health import TICK_S, HealthSnapshot, log_suspects
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
@@ -30,7 +30,7 @@ from pdkv.router.generations.moves import Mover
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.probes import Prober, probe_request
 from pdkv.router.generations.recovery import Recovery
-from pdkv.router.generations.views import describe_engine, describe_fleet, snapshot_engines, snapshot_health
+from pdkv.router.generations.views import describe_engine, describe_fleet, snapshot_health
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import DEFAULT_POLICY
@@ -40,7 +40,7 @@ from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.kv import Order
 from pdkv.wire.refusal_note import RefusalNote
 
-__all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]
+__all__ = ["Counters", "Delta", "Dispatcher", "GenerateRequest", "Generation"]
 
 logger = logging.getLogger(__name__)
 
@@ -181,9 +181,13 @@ class Dispatcher(Listener):
         cards = (engine.card for engine in engines if engine.role != "prefill" and not engine.refusal)
         return min((card.max_model_len for card in cards if card is not None), default=None)
 
-    def engines(self) -> list[EngineSnapshot]:
-        """The engines as they are now."""
-        return snapshot_engines(self.fleet, self.index, self._backends)
+    def engines(self) -> list[EngineState]:
+        """All of them."""
+        return list(self.fleet.engines.values())
+
+    def num_malformed(self, name: str) -> int:
+        """Frames and messages of that engine that could not be read."""
+        return self._backends[name].num_dropped
 
     @property
     def connector_problems(self) -> dict[str, str]:

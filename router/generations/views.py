@@ -3,40 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.card_summary import describe_card
-from pdkv.router.engines.fleet import EngineSnapshot, EngineState, Fleet
-from pdkv.router.engines.health import EngineVerdict, HealthSnapshot
+from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.engines.health import HealthSnapshot
 from pdkv.router.generations.probes import Prober
-from pdkv.router.routing.prefix_index import PrefixIndex
-
-
-def snapshot_engines(fleet: Fleet, index: PrefixIndex, backends: Mapping[str, Backend]) -> list[EngineSnapshot]:
-    """The engines as they are now."""
-    return [
-        EngineSnapshot(
-            name=e.name,
-            role=e.role,
-            state=e.life,
-            pid=e.pid,
-            load=e.load,
-            in_flight=e.books.requests,
-            num_deaths=e.num_deaths,
-            busy_s=e.health.busy_s if e.life == "ready" else 0.0,
-            num_indexed_keys=index.num_keys_of(e.name),
-            num_malformed=backends[e.name].num_dropped,
-        )
-        for e in fleet.engines.values()
-    ]
 
 
 def snapshot_health(fleet: Fleet, prober: Prober, num_moved: int, now: float) -> HealthSnapshot:
     """What the router thinks of its engines now."""
     return HealthSnapshot(
-        [
-            EngineVerdict(e.name, e.role, bool(e.suspicion), e.breaker.state(now) != "closed")
-            for e in fleet.engines.values()
-        ],
+        [name for name, engine in fleet.engines.items() if engine.breaker.state(now) != "closed"],
         num_pairs_open=len(fleet.pairs.states(now)),
         probes_ok=prober.num_ok,
         probes_failed=prober.num_failed,

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from pdkv.router.engines.fleet import EngineSnapshot
-from pdkv.router.engines.health import HealthSnapshot
+from pdkv.router.engines.fleet import EngineState
 from pdkv.router.metrics.exposition import Rows, counter, counters, gauge, gauges, totals
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.reports import LoadReport
@@ -73,31 +72,31 @@ def engine_metrics(dispatcher: "Dispatcher", model_name: str) -> Iterator[Metric
     """Gauges of the last report, counters since the start of each engine's incarnation."""
     engines = dispatcher.engines()
     loads = [(engine, engine.load) for engine in engines if engine.load is not None]
-    yield from _router_view(engines)
+    yield from _router_view(dispatcher, engines)
     yield from _reported(loads)
     yield from _tiers(dispatcher.tiers)
     yield from _vllm(loads, model_name)
-    yield from _judgement(dispatcher.health())
+    yield from _judgement(dispatcher, engines)
 
 
-def _router_view(engines: list[EngineSnapshot]) -> Iterator[Metric]:
+def _router_view(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator[Metric]:
     """What the router itself knows of its engines."""
     beat = "For how long it had been at its oldest step, at its last beat."
     indexed = "Block keys of its cache in the router's prefix index."
     malformed = "Frames and messages of it that could not be read."
-    table: list[tuple[Family, str, str, Callable[[EngineSnapshot], float]]] = [
-        (gauges, "up", "Whether the engine is ready.", lambda e: e.state == "ready"),
-        (gauges, "in_flight", "Generations of this router that it has, or will get.", lambda e: e.in_flight),
-        (gauges, "busy_seconds", beat, lambda e: e.busy_s),
-        (gauges, "indexed_keys", indexed, lambda e: e.num_indexed_keys),
+    table: list[tuple[Family, str, str, Callable[[EngineState], float]]] = [
+        (gauges, "up", "Whether the engine is ready.", lambda e: e.life == "ready"),
+        (gauges, "in_flight", "Generations of this router that it has, or will get.", lambda e: e.books.requests),
+        (gauges, "busy_seconds", beat, lambda e: e.health.busy_s if e.life == "ready" else 0.0),
+        (gauges, "indexed_keys", indexed, lambda e: dispatcher.index.num_keys_of(e.name)),
         (totals, "deaths", "How often the engine was lost.", lambda e: e.num_deaths),
-        (totals, "malformed_messages", malformed, lambda e: e.num_malformed),
+        (totals, "malformed_messages", malformed, lambda e: dispatcher.num_malformed(e.name)),
     ]
     for family, name, text, value in table:
         yield family(f"pdkv_engine_{name}", text, _OF_ENGINE, (([e.name, e.role], value(e)) for e in engines))
 
 
-def _reported(loads: list[tuple[EngineSnapshot, LoadReport]]) -> Iterator[Metric]:
+def _reported(loads: list[tuple[EngineState, LoadReport]]) -> Iterator[Metric]:
     """What the engines say of themselves."""
     of = [([engine.name, engine.role], load) for engine, load in loads]
     for field, (name, text) in _LOAD_GAUGES.items():
@@ -135,7 +134,7 @@ def _tiers(tiers: TierIndex) -> Iterator[Metric]:
     yield counter("pdkv_refused_tier_events", text, tiers.num_refused)
 
 
-def _vllm(loads: list[tuple[EngineSnapshot, LoadReport]], model_name: str) -> Iterator[Metric]:
+def _vllm(loads: list[tuple[EngineState, LoadReport]], model_name: str) -> Iterator[Metric]:
     """Under vLLM's names; `engine` is the engine's name instead of its index."""
     queries = "prefix cache queries, in terms of number of queried tokens."
     hits = "prefix cache hits, in cached tokens."
@@ -155,13 +154,14 @@ def _vllm(loads: list[tuple[EngineSnapshot, LoadReport]], model_name: str) -> It
         yield family(f"vllm:{name}", text, ["model_name", "engine"], rows)
 
 
-def _judgement(health: HealthSnapshot) -> Iterator[Metric]:
+def _judgement(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator[Metric]:
     """What the router thinks of its engines: suspects, breakers, probes, moves."""
-    named = [([engine.name, engine.role], engine) for engine in health.engines]
+    health, named = dispatcher.health(), [([engine.name, engine.role], engine) for engine in engines]
     text = "Whether it seems to be stopped or stuck."
-    yield gauges("pdkv_engine_suspect", text, _OF_ENGINE, ((names, engine.suspect) for names, engine in named))
+    yield gauges("pdkv_engine_suspect", text, _OF_ENGINE, ((names, bool(e.suspicion)) for names, e in named))
     text = "Whether others are asked first, because it fails too often."
-    yield gauges("pdkv_engine_breaker_open", text, _OF_ENGINE, ((names, e.breaker_open) for names, e in named))
+    is_open = ((names, e.name in health.open_breakers) for names, e in named)
+    yield gauges("pdkv_engine_breaker_open", text, _OF_ENGINE, is_open)
     text = "Pairs of a prefill and a decode engine whose KV loads fail too often."
     yield gauge("pdkv_pair_breakers_open", text, health.num_pairs_open)
     outcomes = {"ok": health.probes_ok, "failed": health.probes_failed}

@@ -7,12 +7,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
-from pdkv.router.engines.health import EngineVerdict, HealthSnapshot
-from pdkv.router.generations.dispatch import Counters, EngineSnapshot
+from pdkv.router.engines.books import Books
+from pdkv.router.engines.fleet import EngineState
+from pdkv.router.engines.health import EngineHealth, HealthSnapshot
+from pdkv.router.generations.dispatch import Counters
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.request import Delta, GenerateRequest
+from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import PromptLogprobs, TokenLogprob
+from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents, PromptLogprobs, TokenLogprob
 from pdkv.wire.reports import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TierHeld
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
@@ -107,7 +110,9 @@ class FakeDispatcher:
         self.max_model_len: int | None = None
         self.num_parked = 0
         self.connector_problems: dict[str, str] = {}
-        self.tiers = TierIndex()
+        self.tiers, self.index = TierIndex(), PrefixIndex()
+        self.index.add_engine("prefill-0")
+        self.index.apply("prefill-0", KVEvents(0, [CacheCleared(), BlockStored([b"key"], None)]))
         self.num_cached_tokens = 0
         self.num_lossy_tokens: int | None = None
         self.generations: list[FakeGeneration] = []
@@ -171,10 +176,12 @@ class FakeDispatcher:
         return {"engines": [{"name": "decode-1", "role": "decode", "state": "ready"}]}
 
     def health(self) -> HealthSnapshot:
-        engines = [EngineVerdict("decode-1", "decode", True, False), EngineVerdict("prefill-0", "prefill", False, True)]
-        return HealthSnapshot(engines, num_pairs_open=4, probes_ok=5, probes_failed=6, num_moved=7)
+        return HealthSnapshot(["prefill-0"], num_pairs_open=4, probes_ok=5, probes_failed=6, num_moved=7)
 
-    def engines(self) -> list[EngineSnapshot]:
+    def num_malformed(self, name: str) -> int:
+        return 21 if name == "prefill-0" else 0
+
+    def engines(self) -> list[EngineState]:
         load = LoadReport(
             waiting=1,
             running=2,
@@ -193,8 +200,8 @@ class FakeDispatcher:
             },
         )
         return [
-            EngineSnapshot("decode-1", "decode", "ready", 17, load, 0, 0),
-            EngineSnapshot("prefill-0", "prefill", "dead", None, None, 3, 1, 1.5, 20, 21),
+            EngineState("decode-1", "decode", "ready", load=load, health=EngineHealth(silent=True, busy_s=1.5)),
+            EngineState("prefill-0", "prefill", "dead", books=Books(requests=3), num_deaths=1),
         ]
 
 

@@ -435,7 +435,7 @@ async def test_load_balances_over_engines_by_what_is_in_flight() -> None:
         for backend in system.backends.values():
             backend.held = True
         generations = [system.dispatcher.start(make_request()) for _ in range(8)]
-        assert [e.in_flight for e in system.dispatcher.engines()] == [4, 4, 0, 0, 0, 0]
+        assert [e.books.requests for e in system.dispatcher.engines()] == [4, 4, 0, 0, 0, 0]
         for backend in system.backends.values():
             backend.release()
         for generation in generations:

@@ -260,7 +260,7 @@ async def test_prompts_that_are_still_being_run_are_no_load_of_decode(kind: str)
     async with live(System(1, 2, kind=kind)) as system:
         system.backends["prefill-0"].held = True
         generations = [system.dispatcher.start(make_request()) for _ in range(6)]
-        in_flight = {e.name: e.in_flight for e in system.dispatcher.engines()}
+        in_flight = {e.name: e.books.requests for e in system.dispatcher.engines()}
         assert in_flight == {"prefill-0": 6, "decode-0": 0, "decode-1": 0}
         assert {g.decode_engine for g in generations} == {""}
         system.backends["decode-0"].die()
@@ -383,7 +383,7 @@ async def test_a_hand_off_waits_for_a_decode_engine_and_is_not_run_again() -> No
         system.backends["prefill-0"].release()
         await until(lambda: generation.flow.awaits_decode)
         assert system.dispatcher.num_parked == 1
-        assert {e.name: e.in_flight for e in system.dispatcher.engines()} == {"prefill-0": 0, "decode-0": 0}
+        assert {e.name: e.books.requests for e in system.dispatcher.engines()} == {"prefill-0": 0, "decode-0": 0}
         system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
         assert len(submits(system, generation.request_id, "handoff")) == 1

@@ -100,8 +100,9 @@ def test_engines_as_they_reported_themselves() -> None:
     assert samples[("pdkv_generations_total", "timeout")] == 4
     lost = ("prefill-0", "prefill")
     assert samples[("pdkv_engine_in_flight", *lost)] == 3
-    assert samples[("pdkv_engine_busy_seconds", *lost)] == 1.5
-    assert samples[("pdkv_engine_indexed_keys", *lost)] == 20
+    assert samples[("pdkv_engine_busy_seconds", *lost)] == 0
+    assert samples[("pdkv_engine_busy_seconds", *engine)] == 1.5
+    assert samples[("pdkv_engine_indexed_keys", *lost)] == 1
     assert samples[("pdkv_engine_malformed_messages_total", *lost)] == 21
 
 

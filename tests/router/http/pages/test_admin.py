@@ -17,7 +17,7 @@ from small_app import make_app
 from pdkv.config import AccessConfig
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.engines.backend import Backend
-from pdkv.router.engines.fleet import EngineSnapshot
+from pdkv.router.engines.fleet import EngineState
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages.admin import LauncherPages
 from pdkv.router.http.pages.cache_pages import CachePages
@@ -92,11 +92,12 @@ def test_what_keys_with_terms_hold_is_told_by_name(tmp_path: Path) -> None:
     held = TierHeld(2, 3 << 20, 1 << 30, owned={terms.owner: 2 << 20, 5: 1 << 20})  # 5: of a key that is gone
 
     class Holding(FakeDispatcher):
-        def engines(self) -> list[EngineSnapshot]:
+        def engines(self) -> list[EngineState]:
             [engine, *_] = super().engines()
             assert engine.load is not None
             connectors = {"0-host": ConnectorStats(held=held)}
-            return [engine._replace(load=msgspec.structs.replace(engine.load, connectors=connectors))]
+            engine.load = msgspec.structs.replace(engine.load, connectors=connectors)
+            return [engine]
 
     dispatcher: Any = Holding()
     caches: CachePages = make_app(dispatcher, keys=ring).state.caches
