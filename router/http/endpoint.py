@@ -85,7 +85,7 @@ class GenerateEndpoint:
                 if param is not None:
                     names["param"] = clip(param)
                 report = RequestReport(scope, names, exchange.status, outcome, metrics, exchange.fanout)
-                log_access(scope, report.access_line())
+                log_access(report.access_line())
                 if tracer is not None and span is not None:
                     tracer.end(span, report.served())
 

@@ -48,15 +48,15 @@ class Exposed(NamedTuple):
 
 def totals(name: str, help: str, labels: Sequence[str], rows: Rows) -> Metric:
     """Numbers that only grow."""
-    family = CounterMetricFamily(name, help, labels=labels)
-    for values, number in rows:
-        family.add_metric(values, number)
-    return family
+    return _filled(CounterMetricFamily(name, help, labels=labels), rows)
 
 
 def gauges(name: str, help: str, labels: Sequence[str], rows: Rows) -> Metric:
     """Numbers as they are now."""
-    family = GaugeMetricFamily(name, help, labels=labels)
+    return _filled(GaugeMetricFamily(name, help, labels=labels), rows)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, rows: Rows) -> Metric:
     for values, number in rows:
         family.add_metric(values, number)
     return family

@@ -6,9 +6,9 @@ It is served on a unix socket in the launch's private directory: who may connect
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, params
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -91,7 +91,7 @@ class AdminPages:
     def routes(self) -> list[Page]:
         """All of them; the description of the API does not have them."""
         told = freshened(self._dispatcher)
-        pages = [
+        pages: list[tuple[str, str, Callable[..., Any], list[params.Depends]]] = [
             ("GET", "/admin/engines", self._engines, told),
             ("GET", "/admin/cache", self._show_cache, told),
             ("GET", _ENGINE, self._engine, []),

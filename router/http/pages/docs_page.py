@@ -3,6 +3,7 @@
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -30,7 +31,7 @@ class _WholeFile(FileResponse):
 
 async def _page(request: Request) -> Response:
     js, css, icon = (f"docs/{name}" for name in _FILES)
-    options = {"swagger_js_url": js, "swagger_css_url": css, "swagger_favicon_url": icon}
+    options: dict[str, Any] = {"swagger_js_url": js, "swagger_css_url": css, "swagger_favicon_url": icon}
     return get_swagger_ui_html(
         openapi_url="openapi.json", title="pdkv", swagger_ui_parameters={"validatorUrl": None}, **options
     )

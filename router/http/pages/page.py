@@ -40,7 +40,7 @@ class Page(APIRoute):
     """One path: `endpoint` has typed parameters, and returns a Response or a model."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        described = {"responses": {"4XX": _REFUSED}, "openapi_extra": {"security": MAY_NEED_KEY}}
+        described: dict[str, Any] = {"responses": {"4XX": _REFUSED}, "openapi_extra": {"security": MAY_NEED_KEY}}
         super().__init__(path, endpoint, **described, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -119,9 +119,9 @@ class StatusPages:
     async def _server_info(self) -> ServerInfo:
         """The model and its parsers."""
         model = self._model()
-        parsers = {"tool_parser": model.tool_parser, "reasoning_parser": model.reasoning_parser}
-        names = {name: None if kind is None else kind.__name__ for name, kind in parsers.items()}
-        return ServerInfo(model=self._model_card(model.name), **names)
+        parsers = model.tool_parser, model.reasoning_parser
+        tools, reasoning = (None if kind is None else kind.__name__ for kind in parsers)
+        return ServerInfo(model=self._model_card(model.name), tool_parser=tools, reasoning_parser=reasoning)
 
     async def _load(self) -> ServerLoad:
         """How many requests generate now."""

@@ -28,8 +28,6 @@ QUIET_PATHS = frozenset({"/health", "/metrics", "/ping", "/load"})
 _MAX_CLIENT = 64
 """Characters of an address and its port, as shown; an IPv6 address has 45 at most."""
 
-_WRITTEN = "pdkv.access_line_written"
-
 _WORD = re.compile(r"[!#-<>-~]+")  # what stands in a text line as it is: no space, no quote, no "="
 
 
@@ -71,9 +69,8 @@ def _shown(value: object) -> str:
     return str(value).lower()
 
 
-def log_access(scope: Scope, line: AccessLine) -> None:
-    """Write the line of this request, if such lines are wanted."""
-    scope[_WRITTEN] = True
+def log_access(line: AccessLine) -> None:
+    """Write the line of a request, if such lines are wanted."""
     logger.info("%s", line)
 
 
@@ -89,7 +86,7 @@ def key_name(scope: Scope) -> str | None:
 
 
 class AccessLogged:
-    """ASGI around an application: the lines of requests that have not written their own."""
+    """ASGI around an application: the lines of its requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -114,8 +111,8 @@ class AccessLogged:
             raise
         finally:
             status = status or CLIENT_GONE
-            if _WRITTEN not in scope and (status >= 400 or scope["path"] not in QUIET_PATHS):
+            if status >= 400 or scope["path"] not in QUIET_PATHS:
                 outcome = "ok" if status < 400 else "refused" if status < 500 else "failed"
                 duration_s = MONOTONIC.now() - began
                 fields: dict[str, Any] = {"key": key_name(scope)}
-                log_access(scope, AccessLine(scope, status=status, outcome=outcome, duration_s=duration_s, **fields))
+                log_access(AccessLine(scope, status=status, outcome=outcome, duration_s=duration_s, **fields))

@@ -2,7 +2,7 @@
 
 import logging
 import ssl
-from _ssl import _test_decode_cert  # what Python tells of peers' certificates, of one in a file
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]  # what `ssl` tells of peers', of one in a file
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple, NoReturn

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.base.clock import MONOTONIC
+from pdkv.base.secret_options import API_KEY
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
@@ -97,7 +98,8 @@ def advise(deployment: Deployment, listener: socket.socket) -> None:
     """Warn of what is allowed and seldom meant."""
     if not any_built():
         logger.warning("compiled kernels are absent: torch computes instead, slower on CPUs (docs/cpu.md)")
-    if listener.family == socket.AF_UNIX or read_keys(deployment.router.access.api_key_file) is not None:
+    has_keys = deployment.router.access.api_key_file is not None or bool(os.environ.get(API_KEY))
+    if listener.family == socket.AF_UNIX or has_keys:
         return
     address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
     if not address.is_loopback:
