@@ -1,24 +1,23 @@
 """POST /tokenize and /detokenize in vLLM's shapes, with the bounds that prompts have."""
 
-import contextlib
-import math
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
-from starlette.responses import Response
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from pdkv.base.trace_context import new_trace
 from pdkv.config import HttpApi
 from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.router.admission.tenants import TENANT
+from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.read.chat import read_conversation
 from pdkv.router.http.read.decoding import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT, has_field
 from pdkv.router.http.read.intake import Shared
 from pdkv.router.http.read.prompts import encode
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.server.deadline import Deadline
-from pdkv.router.http.server.errors import describe_error
 from pdkv.router.http.server.request_body import Disconnected
 
 T = TypeVar("T")
@@ -84,31 +83,24 @@ class TextEndpoint:
         self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shared, headers, body_is_here = self._shared, {}, False
-        model = shared.model()
+        shared, model = self._shared, self._shared.model()
+        exchange = Exchange(send, send, Headers(scope=scope).get("x-request-id"), new_trace())
 
         def work(body: bytes | bytearray, cancelled: Cancelled) -> bytes:
             return msgspec.json.encode(self._answer(body, model, shared.api, cancelled))
 
         def on_body() -> None:
-            nonlocal body_is_here
-            body_is_here = True
+            exchange.body_is_here = True
 
-        with contextlib.ExitStack() as stay:
-            try:
-                stay.enter_context(shared.admission.arrive(scope.get(TENANT, shared.admission.anonymous)))
+        try:
+            with shared.admission.arrive(scope.get(TENANT, shared.admission.anonymous)):
                 deadline = Deadline(shared.limits.body_timeout_s)
-                data, gone = await shared.intake.read(scope, receive, work, deadline, request_id="", on_body=on_body)
+                data, gone = await shared.intake.read(
+                    scope, receive, work, deadline, request_id=exchange.request_id, on_body=on_body
+                )
                 gone.cancel()
-                status = 200
-            except Disconnected:
-                return
-            except PdkvError as error:
-                status, reply = describe_error(error)
-                data = msgspec.json.encode(reply)
-                if status in (429, 503):
-                    headers["retry-after"] = str(math.ceil(getattr(error, "retry_after_s", 1.0)))
-                if not body_is_here:
-                    headers["connection"] = "close"
-            response = Response(data, status_code=status, headers=headers, media_type="application/json")
-            await response(scope, receive, send)
+                await exchange.send_whole(200, data)
+        except PdkvError as error:
+            await exchange.fail(error)
+        except Disconnected:
+            return

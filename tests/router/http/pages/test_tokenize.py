@@ -76,6 +76,13 @@ def test_what_cannot_be_is_named(path: str, body: Any, status: int, param: str |
     assert (reply.status, reply.json()["error"]["param"]) == (status, param), reply.body[:500]
 
 
+def test_answers_have_the_requests_id() -> None:
+    app = make_app(FakeDispatcher())
+    for body, status in (({"prompt": "x"}, 200), ({"prompt": 5}, 400)):
+        reply = run(call(app, "POST", "/tokenize", body, {"x-request-id": "mine"}))
+        assert (reply.status, reply.headers["x-request-id"]) == (status, "mine")
+
+
 def test_bounds_are_those_of_every_body() -> None:
     limits = HttpLimits(max_body_bytes=100)
     reply = post("/tokenize", {"prompt": "x" * 200}, limits=limits)
