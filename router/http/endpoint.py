@@ -55,6 +55,10 @@ class GenerateEndpoint:
         self._admission = shared.admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._shared.drain.counted():
+            await self._handle(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = RequestMetrics(self._shared.metrics, self._name)
         headers, tracer = Headers(scope=scope), self._shared.tracer
         trace = _given_trace(headers)
@@ -64,8 +68,7 @@ class GenerateEndpoint:
         exchange = Exchange(send, scope.get(SERVER_SEND, send), headers.get("x-request-id"), trace or new_trace())
         outcome, param = "internal_error", None
         try:
-            tenant = scope.get(TENANT, self._admission.anonymous)
-            with self._shared.drain.counted(), self._admission.arrive(tenant) as visit:
+            with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
                 outcome = await self._serve(scope, receive, exchange, metrics, visit)
         except Disconnected:
             outcome = "disconnected"

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdkv.base.limits import MAX_WAIT_S, clip
-from pdkv.router.engines.cache_view import describe_caches
 from pdkv.router.generations.operations import Operations
 from pdkv.router.generations.request_log import NUM_ENDED
 from pdkv.router.http.pages.cache_pages import MAX_BODY_BYTES as MAX_CACHE_BODY_BYTES
@@ -82,8 +81,7 @@ class AdminPages:
     Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true.
     """
 
-    def __init__(self, dispatcher: "Dispatcher", operations: Operations, caches: CachePages | None = None) -> None:
-        """`caches`: None: no actions on them."""
+    def __init__(self, dispatcher: "Dispatcher", operations: Operations, caches: CachePages) -> None:
         self._dispatcher = dispatcher
         self._operations = operations
         self._caches = caches
@@ -99,10 +97,9 @@ class AdminPages:
             ("POST", _ENGINE + "/resume", self._resume, []),
             ("POST", _ENGINE + "/role", self._set_role, []),
             ("GET", "/admin/requests/{name:path}", self._requests, []),
+            ("POST", "/admin/cache/{action}", self._order_cache, []),
+            ("POST", RESET_PATH, self._reset_caches, []),
         ]
-        if self._caches is not None:
-            pages.append(("POST", "/admin/cache/{action}", self._order_cache, []))
-            pages.append(("POST", RESET_PATH, self._reset_caches, []))
         return [
             Page(path, page, methods=[method], dependencies=first, include_in_schema=False)
             for method, path, page, first in pages
@@ -112,8 +109,7 @@ class AdminPages:
         return json_response(self._dispatcher.topology())
 
     async def _show_cache(self) -> Response:
-        caches = self._caches
-        return json_response(describe_caches(self._dispatcher.engines()) if caches is None else caches.describe())
+        return json_response(self._caches.describe())
 
     async def _engine(self, name: str, asked: Asked) -> Response:
         self._operations.describe(name)
@@ -140,11 +136,9 @@ class AdminPages:
         return json_response(self._operations.describe(name))
 
     async def _order_cache(self, action: str, request: Request) -> Response:
-        assert self._caches is not None
         return json_response(await self._caches.answer(action, await read_body(request, MAX_CACHE_BODY_BYTES)))
 
     async def _reset_caches(self) -> Response:
-        assert self._caches is not None
         return json_response(await self._caches.answer("clear", b'{"tier": "%s"}' % POOL.encode()))
 
     async def _requests(self, name: str) -> Response:

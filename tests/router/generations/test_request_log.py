@@ -77,8 +77,8 @@ def test_the_endpoint_answers_with_json() -> None:
             return [{"request_id": name}] if name == "a/b c" else []
 
     async def main() -> None:
-        operations: Any = None  # nothing is asked of engines
-        app = LauncherPages(Known(), operations).app()  # type: ignore[arg-type]
+        unused: Any = None  # nothing is asked of engines, or of their caches
+        app = LauncherPages(Known(), unused, unused).app()  # type: ignore[arg-type]
         found = await call(app, "GET", "/admin/requests/a/b c")
         assert (found.status, found.json()) == (200, {"requests": [{"request_id": "a/b c"}]})
         for name in ("", "x" * 1000):

@@ -67,7 +67,7 @@ def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> No
 
 def test_what_pools_and_tiers_hold() -> None:
     dispatcher: Any = FakeDispatcher()
-    app = LauncherPages(dispatcher, Operations(dispatcher, never)).app()
+    app = LauncherPages(dispatcher, Operations(dispatcher, never), make_app(dispatcher).state.caches).app()
     (engine,) = run_alone(call(app, "GET", "/admin/cache")).json()["engines"]
     assert (engine["name"], engine["role"]) == ("decode-1", "decode")
     assert (engine["blocks"]["total"], engine["blocks"]["free"], engine["blocks"]["cached"]) == (10, 4, 3)
@@ -111,7 +111,8 @@ def ask_launchers(exchange: Exchange) -> None:
     """One request to the application on the unix socket."""
 
     async def body(system: System) -> None:
-        app = LauncherPages(system.dispatcher, Operations(system.dispatcher, never)).app()
+        caches = make_app(system.dispatcher).state.caches
+        app = LauncherPages(system.dispatcher, Operations(system.dispatcher, never), caches).app()
         await clock().passing(app(exchange.scope, exchange.receive, exchange.send))  # type: ignore[arg-type]
 
     async def main() -> None:
