@@ -27,7 +27,6 @@ from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.server.access_log import log_access, wants_access_lines
 from pdkv.router.http.server.deadline import Deadline
-from pdkv.router.http.server.errors import error_status
 from pdkv.router.http.server.request_body import Disconnected
 from pdkv.router.metrics.requests import Endpoint, RequestMetrics
 
@@ -74,7 +73,7 @@ class GenerateEndpoint:
             outcome = "disconnected"
         except PdkvError as error:
             outcome, param = error.code, error.param if isinstance(error, InvalidRequest) else None
-            if error_status(error) >= 500 and not isinstance(error, ServerBusy):  # a log line each would be work, too
+            if error.status >= 500 and not isinstance(error, ServerBusy):  # a log line each would be work, too
                 logger.warning("request %s failed: %s: %s", exchange.name, error.code, error)
             await exchange.fail(error)
         except Exception:  # a defect: the server logs it

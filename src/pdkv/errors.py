@@ -57,6 +57,9 @@ class PdkvError(Exception):
     code = "internal_error"
     """Short stable name: the wire's and the metrics' form of the type."""
 
+    status = 500
+    """HTTP's, where a client meets it."""
+
     def anew(self) -> Self:
         """A copy to keep, or to raise again: the traceback of one that was raised keeps alive what its frames refer to,
         such as a peer's memory.
@@ -153,6 +156,7 @@ class EngineUnavailable(PdkvError):
     """No engine can take the request now."""
 
     code = "engine_unavailable"
+    status = 503
 
 
 class NoEngine(EngineUnavailable):
@@ -163,6 +167,7 @@ class ServerBusy(PdkvError):
     """The router, or an engine, is at one of its limits; the same request can work `retry_after_s` later."""
 
     code = "server_busy"
+    status = 503
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -179,6 +184,7 @@ class TooManyRequests(PdkvError):
     """The queue is full, or a key has as much as it may have; try again after `retry_after_s`, whole seconds."""
 
     code = "rate_limit_exceeded"
+    status = 429
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -210,12 +216,14 @@ class RequestTimeout(RequestFailed):
     """The request's deadline passed."""
 
     code = "timeout"
+    status = 504
 
 
 class RequestAborted(RequestFailed):
     """The client or the router gave the request up."""
 
     code = "aborted"
+    status = 503
 
 
 class NonFiniteLogits(RequestFailed):
@@ -234,12 +242,14 @@ class EngineDied(RequestFailed):
     """The engine that ran the request went away."""
 
     code = "engine_died"
+    status = 503
 
 
 class EngineGivenUp(RequestFailed):
     """The engine that ran the request lives, and seems unable to go on; no other one could take over."""
 
     code = "engine_given_up"
+    status = 503
 
 
 class KillsEngines(RequestFailed):

@@ -6,18 +6,7 @@ import msgspec
 from starlette.responses import Response
 
 from pdkv.base.limits import clip
-from pdkv.errors import (
-    EngineDied,
-    EngineGivenUp,
-    EngineUnavailable,
-    InvalidRequest,
-    PdkvError,
-    RequestAborted,
-    RequestTimeout,
-    ServerBusy,
-    TooManyRequests,
-    Unauthorized,
-)
+from pdkv.errors import InvalidRequest, PdkvError
 
 _MAX_MESSAGE_CHARS = 1024
 """Of an error: whatever of the client's words is in it, the reply is small."""
@@ -30,23 +19,6 @@ def json_response(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
-def error_status(error: PdkvError) -> int:
-    """HTTP status of a failure."""
-    match error:
-        case InvalidRequest() | Unauthorized():
-            return error.status
-        case TooManyRequests():
-            return 429
-        case EngineUnavailable() | EngineDied() | EngineGivenUp() | ServerBusy():
-            return 503
-        case RequestAborted():  # the server's own
-            return 503
-        case RequestTimeout():
-            return 504
-        case _:
-            return 500
-
-
 def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's shape; a long message or field name is clipped."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -56,7 +28,6 @@ def error_body(message: str, *, status: int, param: str | None = None, code: str
 
 def describe_error(error: PdkvError) -> tuple[int, dict[str, Any]]:
     """(HTTP status, body) of a failure."""
-    status = error_status(error)
     param = error.param if isinstance(error, InvalidRequest) else None
     code = None if error.code == InvalidRequest.code else error.code
-    return status, error_body(str(error), status=status, param=param, code=code)
+    return error.status, error_body(str(error), status=error.status, param=param, code=code)
