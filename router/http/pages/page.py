@@ -92,7 +92,7 @@ async def read_body(request: Request, most: int) -> bytes:
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, PdkvError)
     status, body = describe_error(error)
-    return json_response(body, status=status)
+    return json_response(body, status)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -131,9 +131,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = f"{request.method} {clip(path)}: {error.detail}"  # its url trusts the Host header
     if error.status_code == 404:
         message += next((f": {why}" for start, why in _NOT_HERE.items() if path.startswith(start)), "")
-    response = json_response(error_body(message, status=error.status_code), status=error.status_code)
-    response.headers.update(error.headers or {})
-    return response
+    return json_response(error_body(message, status=error.status_code), error.status_code, error.headers)
 
 
 async def internal_error(request: Request, error: Exception) -> Response:

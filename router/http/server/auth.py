@@ -3,15 +3,15 @@
 import re
 from collections.abc import Collection
 
-import msgspec
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest, PdkvError, Unauthorized
 from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.admission.tenants import TENANT
-from pdkv.router.http.server.errors import describe_error
+from pdkv.router.http.server.errors import describe_error, json_response
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/docs", "/openapi.json"})
 """What needs no key. Whatever is not named here does."""
@@ -38,7 +38,7 @@ class PlainPaths:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _CONTROL.search(scope["path"]):
             text = f"{clip(ascii(scope['path']))}: a path has no control characters"
-            await _refuse(InvalidRequest(text, status=404), send)
+            await _refusal(InvalidRequest(text, status=404))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -56,7 +56,7 @@ class Authenticate:
             try:
                 authenticate(scope, self._keys)
             except Unauthorized as error:
-                await _refuse(error, send)
+                await _refusal(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -77,15 +77,7 @@ def _needs_admin(path: str) -> bool:
     return path in ("/admin", RESET_PATH) or path.startswith("/admin/") or path in OBSERVED_PATHS
 
 
-async def _refuse(error: PdkvError, send: Send) -> None:
+def _refusal(error: PdkvError) -> Response:
     status, body = describe_error(error)
-    data = msgspec.json.encode(body)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(data)),
-        (b"connection", b"close"),  # the body was not read
-    ]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})
+    headers = {"connection": "close"}  # the body was not read
+    return json_response(body, status, headers | {"www-authenticate": "Bearer"} if status == 401 else headers)

@@ -1,5 +1,6 @@
 """Errors as HTTP replies, in OpenAI's shape."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,9 +15,9 @@ _MAX_MESSAGE_CHARS = 1024
 _KINDS = {403: "permission_error", 429: "rate_limit_error"}
 
 
-def json_response(body: object, status: int = 200) -> Response:
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """`body` as JSON."""
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+    return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")
 
 
 def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
