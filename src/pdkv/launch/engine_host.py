@@ -1,6 +1,5 @@
 """`pd engine`: one engine, supervised, for the router of a launch on another host."""
 
-import asyncio
 import dataclasses
 import logging
 
@@ -11,7 +10,7 @@ from pdkv.launch.config import HostedEngine
 from pdkv.launch.cpus import default_threads, split_cpu_bind
 from pdkv.launch.host_memory import DIRECTORY, HostMemory
 from pdkv.launch.kv_tiers import plan_with_tiers
-from pdkv.launch.launcher import ReadyLog, StopSignals, run_supervised
+from pdkv.launch.launcher import ReadyLog, StopSignals, run_supervised, start_unless_stopped
 from pdkv.launch.plan import check_memory, place_on_hardware
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
@@ -92,18 +91,11 @@ def plan_hosted(
 async def _serve(hosted: HostedEngine, supervisor: Supervisor) -> None:
     """Start the engine, say that it is ready, and end it when a signal asks for that."""
     signals = StopSignals(supervisor, reloads=False)
-    start = asyncio.create_task(supervisor.start())
-    stop = asyncio.create_task(signals.stopped.wait())
     try:
-        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if start.done():
-            start.result()
+        if await start_unless_stopped(supervisor, signals):
             print(f"ready: {hosted.name} ({hosted.role}) at {hosted.listen}", flush=True)
-            await stop
+            await signals.stopped.wait()
     finally:
-        for task in (start, stop):
-            task.cancel()
-        await asyncio.gather(start, stop, return_exceptions=True)
         await supervisor.stop()
         if signals.stopped.is_set():
             logger.info("stopped")

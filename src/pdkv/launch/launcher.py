@@ -256,21 +256,14 @@ async def _serve(
     signals = StopSignals(supervisor, reloads=deployment.router.reads_files)
     url = _url(listener, "http" if deployment.router.tls.ssl_certfile is None else "https")
     logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, url)
-    start = asyncio.create_task(supervisor.start())
-    stop = asyncio.create_task(signals.stopped.wait())
     try:
-        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if start.done():
-            start.result()
+        if await start_unless_stopped(supervisor, signals):
             signals.drain_s = deployment.launch.drain_s
             run_dir.introduce(url, deployment.shape)
             async with control.serving(run_dir.path):
                 print(f"ready: {url} ({deployment.shape})", flush=True)
-                await stop
+                await signals.stopped.wait()
     finally:
-        for task in (start, stop):
-            task.cancel()
-        await asyncio.gather(start, stop, return_exceptions=True)
         listener.close()  # the router's own is the last one: with it nobody listens any more
         await supervisor.stop(signals.drain_s, lambda: _until_stuck(run_dir))
         if signals.stopped.is_set():
@@ -304,6 +297,21 @@ class StopSignals:
         else:
             logger.warning("asked to stop again: killing every process")
             self._supervisor.kill()
+
+
+async def start_unless_stopped(supervisor: Supervisor, signals: StopSignals) -> bool:
+    """Start everything; False: a signal came before all was ready. Raises as `Supervisor.start` does."""
+    start = asyncio.create_task(supervisor.start())
+    stop = asyncio.create_task(signals.stopped.wait())
+    try:
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+        return start.done()
+    finally:
+        for task in (start, stop):
+            task.cancel()
+        await asyncio.gather(start, stop, return_exceptions=True)
 
 
 class ReadyLog:
