@@ -28,7 +28,7 @@ STOPS ?=
 PARTS ?=
 GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
-.PHONY: install lint check test steady planted matrix soak faults operations bench gpu gpu-carry demo serve clean
+.PHONY: install lint check test steady planted matrix soak faults operations bench bench-quick gpu gpu-carry demo serve clean
 
 install: $(STAMP)
 
@@ -127,6 +127,9 @@ faults: install
 # of CELL=100 requests each, over each backend. BACKENDS="shared_memory nixl" chooses backends; each takes two minutes.
 operations: install
 	cd tests/support && $(abspath $(BIN))/python operations_under_load.py --requests $(CELL) --backends $(BACKENDS)
+
+bench-quick: install
+	$(BIN)/python -m benchmarks.levels
 
 bench: install
 	$(BIN)/python -m benchmarks.run

@@ -15,7 +15,7 @@ from benchmarks.models import find_model
 from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim, Context
 from pdkv.connector_kit.bench.turns import times_in_turns
-from pdkv.kernels.linear import LEVELS, level
+from pdkv.kernels.compiled import isa
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder, DecoderLayer
 from pdkv.models.heads import CompiledRotation, TorchRotation
@@ -108,7 +108,7 @@ def _claims(path: Path, dtype: torch.dtype, context: Context) -> list[Claim]:
             "linears alone": linears_of(fused, dtype, sequences),
         }
         times = times_in_turns(work, 2 if context.quick else 30, context.clock)
-        name = f"{path.name}, {str(dtype).removeprefix('torch.')}, {sequences} sequences, {LEVELS[level()]}"
+        name = f"{path.name}, {str(dtype).removeprefix('torch.')}, {sequences} sequences, {isa()}"
         figures = {f"{each} ms": times[each].median for each in work}
         ratio = times["fused"].median / times["unfused"].median
         claims.append(

@@ -17,8 +17,10 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.report import Claim, Context
+from benchmarks.support import support_module
 from pdkv.connector_kit.bench.turns import times_in_turns
-from pdkv.kernels.linear import LEVELS, PackedWeight, level
+from pdkv.kernels.compiled import isa, levels
+from pdkv.kernels.linear import PackedWeight, available
 from pdkv.models.linear import linear_kind, make_linear
 
 SHAPES = {"qkv": (2048, 1024), "output": (1024, 1024), "gate_up": (5632, 1024), "down": (1024, 2816)}  # (out, in)
@@ -36,6 +38,9 @@ PEAK_ROUNDS = 500_000
 PEAKS = {"avx2": (12, 8), "avx512": (24, 16), "avx512_bf16": (24, 32)}
 """limits.c's: sums, and multiplications of each at once."""
 
+PEAK_OF = {"v3": "avx2", "v4": "avx512", "v4_bf16": "avx512_bf16"}
+"""Of a level; lower ones are not measured."""
+
 
 class Case(NamedTuple):
     """One kind of layer, and how it is timed."""
@@ -44,7 +49,7 @@ class Case(NamedTuple):
     threads: int
     rounds: int
     clock: Callable[[], float]
-    level: int
+    isa: str
 
 
 class Limits:
@@ -73,14 +78,20 @@ def run(context: Context) -> list[Claim]:
 
     Of the best instructions of this processor, and of avx2.
     """
-    if level() == 0 or shutil.which("cc") is None:
+    if not available() or shutil.which("cc") is None:
         return []
     threads, rounds = torch.get_num_threads(), 2 if context.quick else 15
-    levels = [level()] if context.quick else sorted({level(), min(level(), 1)}, reverse=True)
+    claims = []
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         limits = Limits(Path(folder))
-        cases = [Case(kind, threads, rounds, context.clock, used) for used in levels for kind in KINDS]
-        return [claim for case in cases for claim in _claims(case, limits, quick=context.quick)]
+        for name in [isa()] if context.quick else reversed(levels()):
+            if name not in PEAK_OF:
+                continue
+            with support_module("isas").kernels_of(name):
+                for kind in KINDS:
+                    case = Case(kind, threads, rounds, context.clock, name)
+                    claims += _claims(case, limits, quick=context.quick)
+    return claims
 
 
 def _claims(case: Case, limits: Limits, *, quick: bool) -> list[Claim]:
@@ -90,7 +101,7 @@ def _claims(case: Case, limits: Limits, *, quick: bool) -> list[Claim]:
         for rows, (ratio, found) in _shape(case, limits, shape, all_rows).items():
             worst[rows] = max(worst[rows], ratio)
             figures[rows] |= found
-    used = LEVELS[case.level]
+    used = case.isa
     return [
         Claim(
             f"{case.kind}, {rows} rows, {used}, {case.threads} threads: the worst layer / its bound",
@@ -109,11 +120,11 @@ def _shape(
     num_bytes = outputs * inputs * weight_dtype.itemsize
     count = -(-COLD_BYTES // num_bytes)
     weights = [torch.randn(outputs, inputs).to(weight_dtype) for _ in range(count)]
-    packed = [PackedWeight(weight, None, dtype, use_level=case.level) for weight in weights]
+    packed = [PackedWeight(weight, None, dtype) for weight in weights]
     kind = linear_kind(dtype, torch.device("cpu"), "torch")
     by_torch = [make_linear(weight.to(dtype), None, kind) for weight in weights]
     del weights
-    peak = "avx512_bf16" if dtype == torch.bfloat16 and case.level == 3 else LEVELS[min(case.level, 2)]
+    peak = "avx512" if case.isa == "v4_bf16" and dtype != torch.bfloat16 else PEAK_OF[case.isa]
     found = {}
     for rows in all_rows:
         x = torch.randn(rows, inputs).to(dtype)

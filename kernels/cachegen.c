@@ -30,7 +30,7 @@ typedef struct {
     uint8_t *symbols;      /* (planes, units * tokens, head_size) of a layer */
     uint16_t *word_scratch; /* encode: of a layer, one for each symbol */
     int64_t max_words;     /* of all layers */
-    int64_t units, layers, planes, tokens, head_size, dtype, allow_avx2;
+    int64_t units, layers, planes, tokens, head_size, dtype;
 } cachegen;
 
 enum { DONE, NOT_FINITE, NO_ROOM, DAMAGED };
@@ -149,7 +149,7 @@ INLINE void quantise(
         }
 }
 
-FOR_EACH_CPU static int64_t quantise_plane(const cachegen *kv, int64_t layer, int64_t plane, float factor) {
+static int64_t quantise_plane(const cachegen *kv, int64_t layer, int64_t plane, float factor) {
     const int64_t num_rows = kv->units * kv->tokens, size = kv->head_size, index = layer * kv->planes + plane;
     float *rows = kv->row_scratch, *sums = kv->channel_scratch, *tops = sums + size, *inverses = tops + size;
     int32_t *counts = kv->count_scratch;
@@ -170,7 +170,7 @@ FOR_EACH_CPU static int64_t quantise_plane(const cachegen *kv, int64_t layer, in
     return DONE;
 }
 
-FOR_EACH_CPU static void restore_plane(const cachegen *kv, int64_t layer, int64_t plane) {
+static void restore_plane(const cachegen *kv, int64_t layer, int64_t plane) {
     const int64_t num_rows = kv->units * kv->tokens, size = kv->head_size, index = layer * kv->planes + plane;
     float *anchors = kv->channel_scratch, *steps = anchors + size;
     for (int64_t c = 0; c < size; c++) {
@@ -212,7 +212,7 @@ int64_t pdkv_cachegen_decode(const cachegen *kv) {
     for (int64_t layer = 0; layer < kv->layers; layer++) {
         const rans_rows rows = rows_of(kv, layer);
         uint32_t *states = kv->states + layer * RANS_LANES;
-        if (pdkv_rans_decode(kv->symbols, states, words, kv->num_words[layer], &rows, kv->tables, kv->allow_avx2))
+        if (pdkv_rans_decode(kv->symbols, states, words, kv->num_words[layer], &rows, kv->tables))
             return DAMAGED;
         words += 2 * kv->num_words[layer];
         for (int64_t plane = 0; plane < kv->planes; plane++) restore_plane(kv, layer, plane);

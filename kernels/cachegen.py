@@ -98,7 +98,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("row_scratch", "channel_scratch", "count_scratch", "symbols")),
         ("word_scratch", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("max_words", "units", "layers", "planes", "tokens", "head_size")),
-        *((name, ctypes.c_int64) for name in ("dtype", "allow_avx2")),
+        ("dtype", ctypes.c_int64),
     )
 
 
@@ -193,7 +193,6 @@ def _args(images: Bytes, shape: Shape, parts: Parts, scratch: _Scratch, model: M
         max_words=parts.words.size,
         **{name: value for name, value in shape._asdict().items() if name != "dtype"},
         dtype=DTYPES[shape.dtype],
-        allow_avx2=1,
     )
 
 

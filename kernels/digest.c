@@ -6,9 +6,6 @@
  * Rows are told apart by a seed each, and added up: in any order, in any number of calls.
  */
 #include "vectors.h"
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #define STRIPE 64
 #define DELTA 0x9e3779b97f4a7c15u  /* from a stripe's keys to the next one's */
@@ -19,56 +16,88 @@
 #define SMALL_UNIT 65536 /* no hardware prefetcher follows from one such to the next */
 #define AHEAD 2048       /* bytes, in larger ones: it stops at each page's end */
 
-typedef uint64_t words8 __attribute__((vector_size(STRIPE)));
+#define PARTS (STRIPE / (4 * WIDTH)) /* of a stripe: vectors */
 
-static const words8 KEYS = {0xb8fe6c3923a44bbeu, 0x7c01812cf721ad1cu, 0xded46de9839097dbu, 0x7240a4a4b7b3671fu,
-                            0xcb79e64eccc0e578u, 0x825ad07dccff7221u, 0xb8084674f743248eu, 0xe03590e6813a264cu};
-static const words8 LANES = {0x9e3779b185ebca87u, 0xc2b2ae3d27d4eb4fu, 0x165667b19e3779f9u, 0x85ebca77c2b2ae63u,
-                             0x27d4eb2f165667c5u, 0xa0761d6478bd642fu, 0xe7037ed1a0b428dbu, 0x8ebc6af09c88c6e3u};
+typedef uint64_t longs __attribute__((vector_size(4 * WIDTH)));
+
+static const uint64_t KEYS[8] = {0xb8fe6c3923a44bbeu, 0x7c01812cf721ad1cu, 0xded46de9839097dbu, 0x7240a4a4b7b3671fu,
+                                 0xcb79e64eccc0e578u, 0x825ad07dccff7221u, 0xb8084674f743248eu, 0xe03590e6813a264cu};
+static const uint64_t LANES[8] = {0x9e3779b185ebca87u, 0xc2b2ae3d27d4eb4fu, 0x165667b19e3779f9u, 0x85ebca77c2b2ae63u,
+                                  0x27d4eb2f165667c5u, 0xa0761d6478bd642fu, 0xe7037ed1a0b428dbu, 0x8ebc6af09c88c6e3u};
 
 /* How far on the bytes lie that will be wanted soon. */
 typedef struct {
     int64_t source, target;
 } ahead;
 
-INLINE void add_stripe(words8 *sums, const words8 *words, const words8 *keys) {
-    const words8 x = *words ^ *keys;
-    *sums += (x & 0xffffffffu) * (x >> 32) + __builtin_shufflevector(*words, *words, 1, 0, 3, 2, 5, 4, 7, 6);
-}
+/* The lower half of each word by its upper half, and the words with neighbours exchanged. */
+#if WIDTH == 16
+INLINE longs product(longs x) { return (longs)_mm512_mul_epu32((__m512i)x, (__m512i)(x >> 32)); }
+INLINE longs exchanged(longs x) { return (longs)_mm512_shuffle_epi32((__m512i)x, 0x4e); }
+#elif WIDTH == 8
+INLINE longs product(longs x) { return (longs)_mm256_mul_epu32((__m256i)x, (__m256i)(x >> 32)); }
+INLINE longs exchanged(longs x) { return (longs)_mm256_shuffle_epi32((__m256i)x, 0x4e); }
+#else
+#ifdef __SSE2__
+INLINE longs product(longs x) { return (longs)_mm_mul_epu32((__m128i)x, (__m128i)(x >> 32)); }
+#elif defined(__aarch64__)
+INLINE longs product(longs x) { return (longs)vmull_u32(vmovn_u64((uint64x2_t)x), vshrn_n_u64((uint64x2_t)x, 32)); }
+#else
+INLINE longs product(longs x) { return (x & 0xffffffffu) * (x >> 32); }
+#endif
+INLINE longs exchanged(longs x) { return __builtin_shufflevector(x, x, 1, 0); }
+#endif
 
 /* Past the caches where the CPU can: a copy of KV does not fit into them, and its lines need not be read first. */
-INLINE void put_stripe(char *to, const words8 *words, int64_t next) {
-#ifdef __SSE2__
-    if (((uintptr_t)to & 15) == 0) {
-        for (int i = 0; i < STRIPE / 16; i++)
-            _mm_stream_si128((__m128i *)to + i, _mm_loadu_si128((const __m128i *)words + i));
-        return;
-    }
+INLINE void put(char *to, longs x, const int past_caches) {
+#if WIDTH == 16
+    if (past_caches) _mm512_stream_si512((void *)to, (__m512i)x);
+#elif WIDTH == 8
+    if (past_caches) _mm256_stream_si256((__m256i *)to, (__m256i)x);
+#elif defined(__SSE2__)
+    if (past_caches) _mm_stream_si128((__m128i *)to, (__m128i)x);
 #endif
-    memcpy(to, words, STRIPE);
-    __builtin_prefetch(to + next, 1, 2);
+    if (!past_caches) memcpy(to, &x, sizeof x);
+}
+
+/* Whole stripes, from which `sums` and `keys` go on; where `to` is given they are copied, too. */
+INLINE void add_stripes(longs *sums, longs *keys, char *to, const char *from, int64_t size, ahead next,
+                        const int past_caches) {
+    for (int64_t at = 0; at < size; at += STRIPE) {
+        __builtin_prefetch(from + at + next.source, 0, 2);
+        if (to != NULL && !past_caches) __builtin_prefetch(to + at + next.target, 1, 2);
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            longs x;
+            memcpy(&x, from + at + p * sizeof x, sizeof x);
+            if (to != NULL) put(to + at + p * sizeof x, x, past_caches);
+            sums[p] += product(x ^ keys[p]) + exchanged(x);
+            keys[p] += DELTA;
+        }
+    }
 }
 
 /* A row's first `size` bytes; where `to` is given the row is copied, too: all `row_bytes` of it. */
 INLINE uint64_t hash_row(char *to, const char *from, int64_t size, int64_t row_bytes, uint64_t seed, ahead next) {
-    words8 sums = {0}, keys = KEYS, words;
-    int64_t at = 0;
-    for (; at + STRIPE <= size; at += STRIPE) {
-        memcpy(&words, from + at, STRIPE);
-        __builtin_prefetch(from + at + next.source, 0, 2);
-        if (to != NULL) put_stripe(to + at, &words, next.target);
-        add_stripe(&sums, &words, &keys);
-        keys += DELTA;
+    longs sums[PARTS] = {{0}}, keys[PARTS];
+    const int64_t whole = size / STRIPE * STRIPE;
+    memcpy(keys, KEYS, sizeof keys);
+    if (to == NULL)
+        add_stripes(sums, keys, NULL, from, whole, next, 0);
+#if defined(__SSE2__)
+    else if (((uintptr_t)to & (sizeof(longs) - 1)) == 0)
+        add_stripes(sums, keys, to, from, whole, next, 1);
+#endif
+    else
+        add_stripes(sums, keys, to, from, whole, next, 0);
+    if (whole < size) {
+        char last[STRIPE] = {0};
+        memcpy(last, from + whole, (size_t)(size - whole));
+        add_stripes(sums, keys, NULL, last, STRIPE, (ahead){0, 0}, 0);
     }
-    if (at < size) {
-        words = (words8){0};
-        memcpy(&words, from + at, (size_t)(size - at));
-        add_stripe(&sums, &words, &keys);
-    }
-    if (to != NULL && at < row_bytes) memcpy(to + at, from + at, (size_t)(row_bytes - at));
-    sums = (sums ^ (sums >> 29)) * LANES;
-    uint64_t hash = (uint64_t)size * LENGTH;
-    for (int i = 0; i < 8; i++) hash += sums[i];
+    if (to != NULL && whole < row_bytes) memcpy(to + whole, from + whole, (size_t)(row_bytes - whole));
+    uint64_t hash = (uint64_t)size * LENGTH, lanes[8];
+    memcpy(lanes, sums, sizeof lanes);
+    for (int i = 0; i < 8; i++) hash += (lanes[i] ^ (lanes[i] >> 29)) * LANES[i];
     hash ^= seed;
     hash = (hash ^ (hash >> 33)) * MIX_1;
     hash = (hash ^ (hash >> 29)) * MIX_2;
@@ -80,7 +109,7 @@ INLINE uint64_t hash_row(char *to, const char *from, int64_t size, int64_t row_b
  * sizes: (n,) how many bytes of each of a unit's rows are digested; NULL: all.
  * seeds: (outer, inner).
  * target: where the rows are copied to, which is nothing that is read; NULL: nowhere. */
-FOR_EACH_CPU void pdkv_digest(
+void pdkv_digest(
     uint64_t *digests, const uint64_t *seeds, const int64_t *sizes, char *target, const char *source,
     const int64_t *target_offsets, const int64_t *source_offsets, int64_t n,
     int64_t outer, int64_t target_outer_stride, int64_t source_outer_stride,

@@ -30,9 +30,6 @@ typedef struct {
     int64_t query, first, last, from, to;
 } part;
 
-typedef float vec8 __attribute__((vector_size(32)));
-typedef float vec4 __attribute__((vector_size(16)));
-
 INLINE void store_float32(float *to, float number) { *to = number; }
 
 INLINE void store_bfloat16(uint16_t *to, float number) { /* to nearest, ties to even; results are never NaN */
@@ -43,14 +40,25 @@ INLINE void store_bfloat16(uint16_t *to, float number) { /* to nearest, ties to 
 
 INLINE void store_float16(uint16_t *to, float number) { *to = half_of(number); }
 
+typedef float vec4 __attribute__((vector_size(16)));
+
+/* A vector's lanes, added up to four. */
+INLINE vec4 folded(vec x) {
+#if WIDTH == 4
+    return x;
+#else
+    vec4 parts[WIDTH / 4];
+    memcpy(parts, &x, sizeof parts);
+#if WIDTH == 16
+    parts[0] += parts[2], parts[1] += parts[3];
+#endif
+    return parts[0] + parts[1];
+#endif
+}
+
 /* to[i] = sum of rows[i]'s lanes, i < 4 */
-INLINE void add_lanes(float *to, const vec16 *rows) {
-    vec4 parts[4];
-    for (int i = 0; i < 4; i++) {
-        vec8 half = __builtin_shufflevector(rows[i], rows[i], 0, 1, 2, 3, 4, 5, 6, 7) +
-                    __builtin_shufflevector(rows[i], rows[i], 8, 9, 10, 11, 12, 13, 14, 15);
-        parts[i] = __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
-    }
+INLINE void add_lanes(float *to, const vec *rows) {
+    const vec4 parts[4] = {folded(rows[0]), folded(rows[1]), folded(rows[2]), folded(rows[3])};
     vec4 a = __builtin_shufflevector(parts[0], parts[1], 0, 4, 1, 5) +
              __builtin_shufflevector(parts[0], parts[1], 2, 6, 3, 7);
     vec4 b = __builtin_shufflevector(parts[2], parts[3], 0, 4, 1, 5) +
@@ -74,7 +82,6 @@ INLINE void softmax(float *scores, int64_t count, float *top_score, float *total
 }
 
 #define MAX_HEAD_SIZE 256
-#define UNROLL _Pragma("GCC unroll 16")
 
 /* Paged KV jumps about: no hardware prefetcher follows. Into the first cache, which took a seventh less than the second. */
 INLINE void prefetch(const char *from, int64_t bytes) {
@@ -86,50 +93,57 @@ INLINE void prefetch(const char *from, int64_t bytes) {
 INLINE int64_t result_size(const attention *a, int64_t heads) { return (heads * (a->head_size + 2) + 15) & ~15; }
 
 /* Attention of one query over its blocks [from, to), with KV heads [first, last). Scratch: the queries, then scores,
- * `columns` per head: the keys, rounded up to 4. SIZE and Q are constants, so that what is in flight stays in
- * registers; Q queries that share a KV head go at once. */
+ * `columns` per head: the keys, rounded up to 4. Q queries that share a KV head go at once, a strip of V vectors of its
+ * values after the other: Q and V are constants, so that what is in flight stays in registers. */
 #define DEFINE_ATTEND(NAME, T)                                                                                        \
-    INLINE void scores_##NAME(const vec16 *query, const T *keys, int64_t tokens, float *scores, int64_t columns,      \
-                              const int SIZE, const int Q) {                                                          \
+    INLINE void scores_##NAME(const vec *query, const T *keys, int64_t tokens, float *scores, int64_t columns,        \
+                              int64_t size, const int Q) {                                                            \
         for (int64_t t = 0; t < tokens; t += 4) { /* a block has a multiple of 4 tokens, used or not */               \
-            vec16 dots[2][4] = {{{0}}}, row;                                                                          \
-            UNROLL for (int c = 0; c < SIZE / 16; c++)                                                                \
+            vec dots[2][4] = {{{0}}};                                                                                 \
+            for (int64_t d = 0; d < size; d += WIDTH)                                                                 \
                 UNROLL for (int u = 0; u < 4; u++) {                                                                  \
-                    load_##NAME(&row, keys + (t + u) * SIZE + c * 16);                                                \
-                    UNROLL for (int g = 0; g < Q; g++) dots[g][u] += query[g * SIZE / 16 + c] * row;                  \
+                    const vec row = load_##NAME(keys + (t + u) * size + d);                                           \
+                    UNROLL for (int g = 0; g < Q; g++) dots[g][u] += query[(g * size + d) / WIDTH] * row;             \
                 }                                                                                                     \
             UNROLL for (int g = 0; g < Q; g++) add_lanes(scores + g * columns + t, dots[g]);                          \
         }                                                                                                             \
     }                                                                                                                 \
-    INLINE void sums_##NAME(vec16 *sums, const T *values, int64_t tokens, const float *weights, int64_t columns,      \
-                            const int SIZE, const int Q) {                                                            \
-        vec16 sum[2][MAX_HEAD_SIZE / 16], row;                                                                        \
-        UNROLL for (int i = 0; i < Q * SIZE / 16; i++) sum[i / (SIZE / 16)][i % (SIZE / 16)] = sums[i];               \
+    INLINE void strip_##NAME(float *sums, const T *values, int64_t tokens, const float *weights, int64_t columns,     \
+                             int64_t size, const int Q, const int V) {                                                \
+        vec sum[2][8];                                                                                                \
+        UNROLL for (int i = 0; i < Q * V; i++) sum[i / V][i % V] = load_float32(sums + i / V * size + i % V * WIDTH); \
         for (int64_t t = 0; t < tokens; t++)                                                                          \
-            UNROLL for (int c = 0; c < SIZE / 16; c++) {                                                              \
-                load_##NAME(&row, values + t * SIZE + c * 16);                                                        \
+            UNROLL for (int c = 0; c < V; c++) {                                                                      \
+                const vec row = load_##NAME(values + t * size + c * WIDTH);                                           \
                 UNROLL for (int g = 0; g < Q; g++) sum[g][c] += weights[g * columns + t] * row;                       \
             }                                                                                                         \
-        UNROLL for (int i = 0; i < Q * SIZE / 16; i++) sums[i] = sum[i / (SIZE / 16)][i % (SIZE / 16)];               \
+        UNROLL for (int i = 0; i < Q * V; i++) memcpy(sums + i / V * size + i % V * WIDTH, &sum[i / V][i % V], sizeof(vec));\
     }                                                                                                                 \
-    INLINE void attend_##NAME##_sized(const attention *a, part of, float *result, float *scratch, const int SIZE) {   \
+    INLINE void sums_##NAME(float *sums, const T *values, int64_t tokens, const float *weights, int64_t columns,      \
+                            int64_t size, const int Q) {                                                              \
+        int64_t d = 0;                                                                                                \
+        for (; d + 8 / Q * WIDTH <= size; d += 8 / Q * WIDTH)                                                         \
+            strip_##NAME(sums + d, values + d, tokens, weights, columns, size, Q, 8 / Q);                             \
+        for (; d + 4 / Q * WIDTH <= size; d += 4 / Q * WIDTH)                                                         \
+            strip_##NAME(sums + d, values + d, tokens, weights, columns, size, Q, 4 / Q);                             \
+        for (; d < size; d += WIDTH) strip_##NAME(sums + d, values + d, tokens, weights, columns, size, Q, 1);        \
+    }                                                                                                                 \
+    static void attend_##NAME(const attention *a, part of, float *result, float *scratch) {                           \
+        const int64_t size = a->head_size;                                                                            \
         const int64_t first = of.first, heads = (of.last - first) * (a->heads / a->kv_heads);                         \
-        const int64_t group = a->heads / a->kv_heads, head_stride = a->block_size * SIZE;                             \
+        const int64_t group = a->heads / a->kv_heads, head_stride = a->block_size * size;                             \
         const int64_t rest_of_keys = a->seq_lens[of.query] - of.from * a->block_size;                                 \
         const int64_t most = (of.to - of.from) * a->block_size, count = rest_of_keys < most ? rest_of_keys : most;    \
         const int64_t columns = (count + 3) & ~3, blocks = (count + a->block_size - 1) / a->block_size;               \
         const int64_t *table = a->block_tables + a->first_blocks[of.query] + of.from;                                 \
         const int64_t side = first * head_stride, head_bytes = head_stride * (int64_t)sizeof(T);                      \
-        const T *q = (const T *)a->qkv + a->q_rows[of.query] * a->row_stride + first * group * SIZE;                  \
-        vec16 *const sums = (vec16 *)result, *const query = (vec16 *)scratch;                                         \
-        float *const tops = result + heads * SIZE, *const totals = tops + heads;                                      \
+        const T *q = (const T *)a->qkv + a->q_rows[of.query] * a->row_stride + first * group * size;                  \
+        vec *const query = (vec *)scratch;                                                                            \
+        float *const tops = result + heads * size, *const totals = tops + heads;                                      \
         const int64_t hidden = of.from ? 0 : a->hidden[of.query]; /* the first chunk's alone */                       \
-        float *const scores = (float *)(query + heads * SIZE / 16);                                                   \
-        for (int64_t c = 0; c < heads * SIZE / 16; c++) {                                                             \
-            load_##NAME(&query[c], q + c * 16);                                                                       \
-            query[c] *= (float)a->scale;                                                                              \
-            sums[c] = (vec16){0};                                                                                     \
-        }                                                                                                             \
+        float *const scores = (float *)(query + heads * size / WIDTH);                                                \
+        memset(result, 0, (size_t)(heads * size) * sizeof *result);                                                   \
+        for (int64_t c = 0; c < heads * size / WIDTH; c++) query[c] = load_##NAME(q + c * WIDTH) * (float)a->scale;   \
         for (int64_t b = 0; b < blocks; b++) {                                                                        \
             const T *keys = (const T *)a->keys + table[b] * a->block_stride + side;                                   \
             const int64_t start = b * a->block_size, rest = count - start;                                            \
@@ -141,16 +155,16 @@ INLINE int64_t result_size(const attention *a, int64_t heads) { return (heads * 
                 float *to = scores + h * columns + start;                                                             \
                 const T *own = keys + h / group * head_stride;                                                        \
                 if (h % group + 1 < group)                                                                            \
-                    scores_##NAME(query + h * SIZE / 16, own, tokens, to, columns, SIZE, 2), h++;                     \
+                    scores_##NAME(query + h * size / WIDTH, own, tokens, to, columns, size, 2), h++;                  \
                 else                                                                                                  \
-                    scores_##NAME(query + h * SIZE / 16, own, tokens, to, columns, SIZE, 1);                          \
+                    scores_##NAME(query + h * size / WIDTH, own, tokens, to, columns, size, 1);                       \
             }                                                                                                         \
         }                                                                                                             \
         for (int64_t h = 0; h < heads; h++)                                                                           \
             softmax(scores + h * columns + hidden, count - hidden, &tops[h], &totals[h]);                             \
         for (int64_t b = 0; b < blocks; b++) {                                                                        \
             const int64_t skip = b ? 0 : hidden, start = b * a->block_size + skip, rest = count - start;              \
-            const T *values = (const T *)a->values + table[b] * a->block_stride + side + skip * SIZE;                 \
+            const T *values = (const T *)a->values + table[b] * a->block_stride + side + skip * size;                 \
             const int64_t tokens = rest < a->block_size - skip ? rest : a->block_size - skip;                         \
             const T *next = (const T *)a->values + table[b + 1 < blocks ? b + 1 : b] * a->block_stride + side;        \
             for (int64_t h = 0; h < heads; h++) {                                                                     \
@@ -158,18 +172,10 @@ INLINE int64_t result_size(const attention *a, int64_t heads) { return (heads * 
                 const float *weights = scores + h * columns + start;                                                  \
                 const T *own = values + h / group * head_stride;                                                      \
                 if (h % group + 1 < group)                                                                            \
-                    sums_##NAME(sums + h * SIZE / 16, own, tokens, weights, columns, SIZE, 2), h++;                   \
+                    sums_##NAME(result + h * size, own, tokens, weights, columns, size, 2), h++;                      \
                 else                                                                                                  \
-                    sums_##NAME(sums + h * SIZE / 16, own, tokens, weights, columns, SIZE, 1);                        \
+                    sums_##NAME(result + h * size, own, tokens, weights, columns, size, 1);                           \
             }                                                                                                         \
-        }                                                                                                             \
-    }                                                                                                                 \
-    FOR_EACH_CPU static void attend_##NAME(const attention *a, part of, float *result, float *scratch) {              \
-        switch (a->head_size) {                                                                                       \
-        case 32: attend_##NAME##_sized(a, of, result, scratch, 32); break;                                            \
-        case 64: attend_##NAME##_sized(a, of, result, scratch, 64); break;                                            \
-        case 128: attend_##NAME##_sized(a, of, result, scratch, 128); break;                                          \
-        default: attend_##NAME##_sized(a, of, result, scratch, (int)a->head_size);                                    \
         }                                                                                                             \
     }                                                                                                                 \
     static void write_##NAME(const attention *a, part of, const float *result) {                                      \
@@ -205,7 +211,7 @@ static void write_part(const attention *a, part of, const float *result) {
 
 /* Add the result over later keys to that over earlier ones. One function, always called in the order of the keys: the
  * sums' digits do not depend on who computed what. */
-FOR_EACH_CPU static void merge(float *to, const float *from, int64_t heads, int64_t head_size) {
+static void merge(float *to, const float *from, int64_t heads, int64_t head_size) {
     float *tops = to + heads * head_size, *totals = tops + heads;
     const float *other_tops = from + heads * head_size, *other_totals = other_tops + heads;
     for (int64_t h = 0; h < heads; h++) {

@@ -3,18 +3,16 @@
  * Weights lie in panels of 32 outputs, each in chunks of 2 KiB: 16 inputs of float32, or 32 of bfloat16 in pairs. A step
  * of a tile multiplies one line of inputs by two lines of weights. Every output is one chain of additions in the order
  * of the inputs, from a single accumulator: its bits depend neither on the rows beside it nor on tiles, blocks and
- * threads, and widened bfloat16 weights give the bits that the same numbers in float32 give, with avx2 and avx512 alike.
+ * threads, and widened bfloat16 weights give the bits that the same numbers in float32 give, at every level that can round a
+ * product and a sum once.
  */
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-
+#include "passes.h"
 #include "tiles.h"
 
 #define BLOCK_CHUNKS 4   /* that several tiles read one after another: they stay in the first cache */
 #define MANY_TILES 5     /* from there on twice as many: arithmetic decides, and sums are read and written less often */
 #define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
 #define BLOCK_ROWS 126   /* whose sums a thread keeps: with their inputs, they stay in the second cache */
-#define UNROLL _Pragma("GCC unroll 16")
 
 /* A layer. */
 typedef struct {
@@ -23,7 +21,6 @@ typedef struct {
     int64_t inputs, outputs;
     int64_t dtype;         /* of inputs and outputs: FLOAT32 or BFLOAT16 */
     int64_t weights_dtype; /* FLOAT32, for inputs of float32, or BFLOAT16 */
-    int64_t level;
 } layer;
 
 /* A call of one. Strides count elements. */
@@ -38,90 +35,24 @@ typedef struct {
 } linear;
 
 #define FETCH_AHEAD(k)                                                                                                \
-    if (((2 * (k)) & mask) == turn) _mm_prefetch(weights + ahead + (k) * 128, _MM_HINT_T0);                           \
-    if (((2 * (k) + 1) & mask) == turn) _mm_prefetch(weights + ahead + (k) * 128 + 64, _MM_HINT_T0);
+    if (((2 * (k)) & mask) == turn) __builtin_prefetch(weights + ahead + (k) * 128, 0, 3);                            \
+    if (((2 * (k) + 1) & mask) == turn) __builtin_prefetch(weights + ahead + (k) * 128 + 64, 0, 3);
 
 #define EACH_ROW UNROLL for (int r = 0; r < R; r++)
+#define EACH_VECTOR UNROLL for (int c = 0; c < C; c++)
 
-/* avx512: up to 14 rows by 32 columns. STEP(k) multiplies step k's weights by each row's inputs. */
-#define DEFINE_TILE_V4(NAME, ISA, X_BYTES, STEP)                                                                      \
-    static inline __attribute__((always_inline, target(ISA))) void NAME##_of(const tile *t, const int R) {            \
-        __m512 sums[14][2];                                                                                           \
-        const char *weights = t->weights, *x = t->x;                                                                  \
-        const int64_t ahead = t->ahead, mask = t->mask, turn = t->turn;                                               \
-        EACH_ROW for (int c = 0; c < 2; c++) sums[r][c] =                                                             \
-            t->is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(t->sums + r * COLUMNS + c * 16);                      \
-        for (int64_t chunk = 0; chunk < t->chunks; chunk++) {                                                         \
-            _Pragma("GCC unroll 4") for (int k = 0; k < 16; k++) {                                                    \
-                FETCH_AHEAD(k)                                                                                        \
-                const __m512i w0 = _mm512_loadu_si512(weights + k * 128), w1 = _mm512_loadu_si512(weights + k * 128 + 64); \
-                STEP(k)                                                                                               \
-            }                                                                                                         \
-            weights += CHUNK_BYTES, x += R * X_BYTES;                                                                 \
-        }                                                                                                             \
-        EACH_ROW for (int c = 0; c < 2; c++) _mm512_storeu_ps(t->sums + r * COLUMNS + c * 16, sums[r][c]);            \
-    }                                                                                                                 \
-    static __attribute__((target(ISA))) void NAME(const tile *t, int rows) {                                          \
-        switch (rows) {                                                                                               \
-        case 1: NAME##_of(t, 1); break;                                                                               \
-        case 2: NAME##_of(t, 2); break;                                                                               \
-        case 3: NAME##_of(t, 3); break;                                                                               \
-        case 4: NAME##_of(t, 4); break;                                                                               \
-        case 5: NAME##_of(t, 5); break;                                                                               \
-        case 6: NAME##_of(t, 6); break;                                                                               \
-        case 7: NAME##_of(t, 7); break;                                                                               \
-        case 8: NAME##_of(t, 8); break;                                                                               \
-        case 9: NAME##_of(t, 9); break;                                                                               \
-        case 10: NAME##_of(t, 10); break;                                                                             \
-        case 11: NAME##_of(t, 11); break;                                                                             \
-        case 12: NAME##_of(t, 12); break;                                                                             \
-        case 13: NAME##_of(t, 13); break;                                                                             \
-        default: NAME##_of(t, 14); break;                                                                             \
-        }                                                                                                             \
-    }
+/* How many vectors of a panel go at once with so many rows: as many as sums have room for in registers. */
+#define MOST_VECTORS (COLUMNS / WIDTH)
+#define VECTORS(R) ((R) * MOST_VECTORS <= MAX_SUMS ? MOST_VECTORS : (R) * MOST_VECTORS <= 2 * MAX_SUMS ? MOST_VECTORS / 2 : MOST_VECTORS / 4)
 
-#define ADD_V4(r, x, a, b) sums[r][0] = _mm512_fmadd_ps(x, a, sums[r][0]), sums[r][1] = _mm512_fmadd_ps(x, b, sums[r][1])
-#define STEP_FLOAT32_V4(k)                                                                                            \
-    EACH_ROW {                                                                                                        \
-        const __m512 input = _mm512_set1_ps(((const float *)x)[r * 16 + k]);                                          \
-        ADD_V4(r, input, _mm512_castsi512_ps(w0), _mm512_castsi512_ps(w1));                                           \
-    }
-#define STEP_WIDE_V4(k)                                                                                               \
-    {                                                                                                                 \
-        const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(w0, 16));                                          \
-        const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(w1, 16));                                          \
-        EACH_ROW {                                                                                                    \
-            const __m512 input = _mm512_set1_ps(((const float *)x)[r * 32 + 2 * k]);                                  \
-            ADD_V4(r, input, even0, even1);                                                                           \
-        }                                                                                                             \
-        const __m512i upper = _mm512_set1_epi32((int)0xffff0000);                                                     \
-        const __m512 odd0 = _mm512_castsi512_ps(_mm512_and_si512(w0, upper));                                         \
-        const __m512 odd1 = _mm512_castsi512_ps(_mm512_and_si512(w1, upper));                                         \
-        EACH_ROW {                                                                                                    \
-            const __m512 input = _mm512_set1_ps(((const float *)x)[r * 32 + 2 * k + 1]);                              \
-            ADD_V4(r, input, odd0, odd1);                                                                             \
-        }                                                                                                             \
-    }
-#define STEP_DOT_V4(k)                                                                                                \
-    EACH_ROW {                                                                                                        \
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int *)x)[r * 16 + k]);                              \
-        sums[r][0] = _mm512_dpbf16_ps(sums[r][0], pair, (__m512bh)w0);                                                \
-        sums[r][1] = _mm512_dpbf16_ps(sums[r][1], pair, (__m512bh)w1);                                                \
-    }
-
-DEFINE_TILE_V4(float32_v4, V4, 64, STEP_FLOAT32_V4)
-DEFINE_TILE_V4(wide_v4, V4, 128, STEP_WIDE_V4)
-DEFINE_TILE_V4(dot_v4, V4_DOT, 64, STEP_DOT_V4)
-
-/* avx2: up to 3 rows by 32 columns, or up to 6 by 16 of them, twice. */
-#define DEFINE_TILE_V3(NAME, X_BYTES, STEP)                                                                           \
-    static inline __attribute__((always_inline, target(V3))) void NAME##_of(                                          \
-        const tile *t, const int R, const int C, const int from, const int64_t turn) {                                \
-        __m256 sums[6][4];                                                                                            \
+/* Up to MAX_ROWS rows by 32 columns. STEP(k) multiplies step k's weights by each row's inputs. */
+#define DEFINE_TILE(NAME, X_BYTES, STEP)                                                                              \
+    INLINE void NAME##_part(const tile *t, const int R, const int C, const int from, const int64_t turn) {            \
+        vec sums[MAX_ROWS][MOST_VECTORS];                                                                             \
         const char *weights = t->weights, *x = t->x;                                                                  \
         const int64_t ahead = t->ahead, mask = t->mask;                                                               \
-        EACH_ROW UNROLL for (int c = 0; c < C; c++) sums[r][c] =                                                      \
-            t->is_first ? _mm256_setzero_ps() : _mm256_loadu_ps(t->sums + r * COLUMNS + from + c * 8);                \
+        EACH_ROW EACH_VECTOR sums[r][c] =                                                                             \
+            t->is_first ? (vec){0} : load_float32(t->sums + r * COLUMNS + from + c * WIDTH);                          \
         for (int64_t chunk = 0; chunk < t->chunks; chunk++) {                                                         \
             _Pragma("GCC unroll 4") for (int k = 0; k < 16; k++) {                                                    \
                 FETCH_AHEAD(k)                                                                                        \
@@ -130,47 +61,81 @@ DEFINE_TILE_V4(dot_v4, V4_DOT, 64, STEP_DOT_V4)
             }                                                                                                         \
             weights += CHUNK_BYTES, x += R * X_BYTES;                                                                 \
         }                                                                                                             \
-        EACH_ROW UNROLL for (int c = 0; c < C; c++)                                                                   \
-            _mm256_storeu_ps(t->sums + r * COLUMNS + from + c * 8, sums[r][c]);                                       \
+        EACH_ROW EACH_VECTOR memcpy(t->sums + r * COLUMNS + from + c * WIDTH, &sums[r][c], sizeof(vec));              \
     }                                                                                                                 \
-    static __attribute__((target(V3))) void NAME(const tile *t, int rows) {                                           \
+    INLINE void NAME##_of(const tile *t, const int R, const int C) {                                                  \
+        NAME##_part(t, R, C, 0, t->turn);                                                                             \
+        if (C < MOST_VECTORS) NAME##_part(t, R, C, C * WIDTH, -1);                                                    \
+        if (C < MOST_VECTORS / 2) NAME##_part(t, R, C, 2 * C * WIDTH, -1), NAME##_part(t, R, C, 3 * C * WIDTH, -1);   \
+    }                                                                                                                 \
+    static void NAME(const tile *t, int rows) {                                                                       \
         switch (rows) {                                                                                               \
-        case 1: NAME##_of(t, 1, 4, 0, t->turn); break;                                                                \
-        case 2: NAME##_of(t, 2, 4, 0, t->turn); break;                                                                \
-        case 3: NAME##_of(t, 3, 4, 0, t->turn); break;                                                                \
-        case 4: NAME##_of(t, 4, 2, 0, t->turn), NAME##_of(t, 4, 2, 16, -1); break;                                    \
-        case 5: NAME##_of(t, 5, 2, 0, t->turn), NAME##_of(t, 5, 2, 16, -1); break;                                    \
-        default: NAME##_of(t, 6, 2, 0, t->turn), NAME##_of(t, 6, 2, 16, -1); break;                                   \
+        case 1: NAME##_of(t, 1, VECTORS(1)); break;                                                                   \
+        case 2: NAME##_of(t, 2, VECTORS(2)); break;                                                                   \
+        case 3: NAME##_of(t, 3, VECTORS(3)); break;                                                                   \
+        case 4: NAME##_of(t, 4, VECTORS(4)); break;                                                                   \
+        case 5: NAME##_of(t, 5, VECTORS(5)); break;                                                                   \
+        EACH_LARGER(NAME)                                                                                             \
+        default: NAME##_of(t, MAX_ROWS, VECTORS(MAX_ROWS)); break;                                                    \
         }                                                                                                             \
     }
+#if MAX_ROWS == 14
+#define EACH_LARGER(NAME)                                                                                             \
+        case 6: NAME##_of(t, 6, VECTORS(6)); break;                                                                   \
+        case 7: NAME##_of(t, 7, VECTORS(7)); break;                                                                   \
+        case 8: NAME##_of(t, 8, VECTORS(8)); break;                                                                   \
+        case 9: NAME##_of(t, 9, VECTORS(9)); break;                                                                   \
+        case 10: NAME##_of(t, 10, VECTORS(10)); break;                                                                \
+        case 11: NAME##_of(t, 11, VECTORS(11)); break;                                                                \
+        case 12: NAME##_of(t, 12, VECTORS(12)); break;                                                                \
+        case 13: NAME##_of(t, 13, VECTORS(13)); break;
+#else
+#define EACH_LARGER(NAME)
+#endif
 
-#define STEP_FLOAT32_V3(k)                                                                                            \
-    __m256 w[4];                                                                                                      \
-    UNROLL for (int c = 0; c < C; c++) w[c] = _mm256_loadu_ps((const float *)own + c * 8);                            \
-    EACH_ROW {                                                                                                        \
-        const __m256 input = _mm256_broadcast_ss((const float *)x + r * 16 + k);                                      \
-        UNROLL for (int c = 0; c < C; c++) sums[r][c] = _mm256_fmadd_ps(input, w[c], sums[r][c]);                     \
-    }
-#define WIDE_HALF_V3(k, odd, WIDEN)                                                                                   \
+static const words UPPER = {
+    0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+#if WIDTH > 4
+    0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+#endif
+#if WIDTH > 8
+    0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+#endif
+};
+
+#define STEP_OF(input, WEIGHTS)                                                                                       \
     {                                                                                                                 \
-        __m256 w[4];                                                                                                  \
-        UNROLL for (int c = 0; c < C; c++) w[c] =                                                                     \
-            _mm256_castsi256_ps(WIDEN(_mm256_loadu_si256((const __m256i *)own + c)));                                 \
+        vec w[MOST_VECTORS];                                                                                          \
+        EACH_VECTOR w[c] = WEIGHTS(own + c * sizeof(vec));                                                            \
         EACH_ROW {                                                                                                    \
-            const __m256 input = _mm256_broadcast_ss((const float *)x + r * 32 + 2 * k + odd);                        \
-            UNROLL for (int c = 0; c < C; c++) sums[r][c] = _mm256_fmadd_ps(input, w[c], sums[r][c]);                 \
+            const vec number = all_of(input);                                                                         \
+            EACH_VECTOR sums[r][c] = fused(number, w[c], sums[r][c]);                                                 \
         }                                                                                                             \
     }
-#define WIDEN_EVEN_V3(pairs) _mm256_slli_epi32(pairs, 16)
-#define WIDEN_ODD_V3(pairs) _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000))
-#define STEP_WIDE_V3(k) WIDE_HALF_V3(k, 0, WIDEN_EVEN_V3) WIDE_HALF_V3(k, 1, WIDEN_ODD_V3)
+#define AS_FLOATS(from) load_float32((const float *)(from))
+#define EVEN(from) (vec)((words)AS_FLOATS(from) << 16)
+#define ODD(from) (vec)((words)AS_FLOATS(from) & *(const volatile words *)&UPPER) /* of memory: no register is left */
+#define STEP_FLOAT32(k) STEP_OF(((const float *)x)[r * 16 + k], AS_FLOATS)
+#define STEP_WIDE(k) /* weights are loaded twice: kept, they would take registers of sums */                          \
+    STEP_OF(((const float *)x)[r * 32 + 2 * k], EVEN)                                                                 \
+    __asm__("" : "+r"(own));                                                                                          \
+    STEP_OF(((const float *)x)[r * 32 + 2 * k + 1], ODD)
 
-DEFINE_TILE_V3(float32_v3, 64, STEP_FLOAT32_V3)
-DEFINE_TILE_V3(wide_v3, 128, STEP_WIDE_V3)
+DEFINE_TILE(float32, 64, STEP_FLOAT32)
+DEFINE_TILE(wide, 128, STEP_WIDE)
 
-INLINE int is_dot(const layer *l) {
-    return l->level == AVX512_BF16 && l->dtype == BFLOAT16 && l->weights_dtype == BFLOAT16;
-}
+#if HAS_DOT
+#define STEP_DOT(k)                                                                                                   \
+    EACH_ROW {                                                                                                        \
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int *)x)[r * 16 + k]);                              \
+        EACH_VECTOR sums[r][c] = (vec)_mm512_dpbf16_ps((__m512)sums[r][c], pair, (__m512bh)AS_FLOATS(own + c * 64));  \
+    }
+DEFINE_TILE(dot, 64, STEP_DOT)
+#else
+#define dot NULL
+#endif
+
+INLINE int is_dot(const layer *l) { return HAS_DOT && l->dtype == BFLOAT16 && l->weights_dtype == BFLOAT16; }
 INLINE int64_t chunk_inputs(const layer *l) { return l->weights_dtype == BFLOAT16 ? 32 : 16; }
 INLINE int64_t x_bytes(const layer *l) { return is_dot(l) || l->weights_dtype == FLOAT32 ? 64 : 128; } /* of a chunk */
 INLINE int64_t num_chunks(const layer *l) { return (l->inputs + chunk_inputs(l) - 1) / chunk_inputs(l); }
@@ -188,7 +153,10 @@ INLINE void lay_out_chunks(const char *x, char *to, int64_t inputs, int64_t stri
     int64_t from = 0;
     for (; from + chunk <= inputs; from += chunk, to += stride, x += chunk * input_bytes)
         if (widens)
-            for (int64_t i = 0; i < chunk; i += 16) load_bfloat16((vec16 *)(to + i * 4), (const uint16_t *)x + i);
+            for (int64_t i = 0; i < chunk; i += WIDTH) {
+                const vec numbers = load_bfloat16((const uint16_t *)x + i);
+                memcpy(to + i * 4, &numbers, sizeof numbers);
+            }
         else
             memcpy(to, x, (size_t)bytes);
     if (from == inputs) return;
@@ -199,11 +167,11 @@ INLINE void lay_out_chunks(const char *x, char *to, int64_t inputs, int64_t stri
         memcpy(to, x, (size_t)((inputs - from) * input_bytes));
 }
 
-FOR_EACH_CPU static void lay_out(const linear *a, int64_t row, char *to, int64_t stride) {
+static void lay_out(const linear *a, int64_t row, char *to, int64_t stride) {
     const layer *l = a->of;
     const char *x = (const char *)a->x + row * a->x_stride * (l->dtype == FLOAT32 ? 4 : 2);
     if (a->before.what != AS_THEY_ARE)
-        pass_row_at(l->level)(&a->before, x, l->inputs, to, stride, chunk_inputs(l), l->dtype, is_dot(l) ? BFLOAT16 : FLOAT32);
+        pass_any_row(&a->before, x, l->inputs, to, stride, chunk_inputs(l), l->dtype, is_dot(l) ? BFLOAT16 : FLOAT32);
     else if (l->dtype == FLOAT32 && l->weights_dtype == FLOAT32)
         lay_out_chunks(x, to, l->inputs, stride, 16, 64, 0);
     else if (l->dtype == FLOAT32)
@@ -232,7 +200,7 @@ INLINE void write_columns(const linear *a, const float *sums, int64_t row, int64
 }
 
 /* Sums of a panel's outputs, with bias and residual, rounded once. */
-FOR_EACH_CPU static void write_panel(const linear *a, const float *sums, int64_t row, int64_t rows, int64_t panel) {
+static void write_panel(const linear *a, const float *sums, int64_t row, int64_t rows, int64_t panel) {
     const int64_t column = panel * COLUMNS, rest = a->of->outputs - column;
     for (int64_t i = 0; i < rows; i++)
         if (rest >= COLUMNS)
@@ -241,17 +209,14 @@ FOR_EACH_CPU static void write_panel(const linear *a, const float *sums, int64_t
             write_columns(a, sums + i * COLUMNS, row + i, column, rest);
 }
 
-run_tile *tile_kernel(int64_t level, int is_bfloat16) {
-    return is_bfloat16 ? dot_v4 : level >= AVX512 ? float32_v4 : float32_v3;
-}
+run_tile *tile_kernel(int is_bfloat16) { return is_bfloat16 ? dot : float32; }
 
 static run_tile *kernel(const layer *l) {
-    if (is_dot(l) || l->weights_dtype == FLOAT32) return tile_kernel(l->level, is_dot(l));
-    return l->level >= AVX512 ? wide_v4 : wide_v3;
+    return is_dot(l) || l->weights_dtype == FLOAT32 ? tile_kernel(is_dot(l)) : wide;
 }
 
 static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel) {
-    const int reads_once = by.tiles == 1 && (l->level >= AVX512 || by.base <= 3);
+    const int reads_once = by.tiles == 1 && VECTORS(by.base) == MOST_VECTORS;
     const int64_t shared = by.tiles < MANY_TILES ? BLOCK_CHUNKS : 2 * BLOCK_CHUNKS;
     const int64_t chunks = num_chunks(l), block = reads_once ? chunks : shared;
     int64_t sharing = 1; /* tiles that share the fetching of what comes next */
@@ -285,16 +250,6 @@ static void lay_out_block(const linear *a, int64_t row, division by, int64_t row
     }
 }
 
-/* The best level that this processor has. */
-int64_t pdkv_linear_level(void) {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return NONE;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-        return AVX2;
-    return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
-}
-
 /* Bytes of scratch for each row. */
 int64_t pdkv_linear_row_bytes(const layer *l) { return num_chunks(l) * x_bytes(l); }
 
@@ -311,7 +266,7 @@ void pdkv_linear(const layer *l, const void *x, int64_t x_stride, const void *re
         const division blocks = divide(rows, BLOCK_ROWS); /* equal ones: a small one would read all weights for few rows */
         for (int64_t b = 0; b < blocks.tiles; b++) {
             const int64_t row = first_row(blocks, b), count = first_row(blocks, b + 1) - row;
-            const division by = divide(count, tile_rows(l->level));
+            const division by = divide(count, MAX_ROWS);
             if (!in_place(&a)) lay_out_block(&a, row, by, count);
             const char *const block = in_place(&a) ? x : scratch;
 #pragma omp for schedule(static)
@@ -322,7 +277,3 @@ void pdkv_linear(const layer *l, const void *x, int64_t x_stride, const void *re
         }
     }
 }
-
-#else
-int64_t pdkv_linear_level(void) { return 0; }
-#endif

@@ -1,7 +1,8 @@
-"""Linear layers over packed weights in host memory (linear.c): float32 and bfloat16, on x86-64 with avx2 or better.
+"""Linear layers over packed weights in host memory (linear.c): float32 and bfloat16.
 
-They are there where a compiler was at hand when the package was built: `level()` says so, callers have torch's beside.
-Calls release the GIL. A row's result does not depend on the rows beside it or on the number of threads, to the bit.
+They are there where a compiler was at hand when the package was built: `available()` says so, callers have torch's
+beside. Calls release the GIL. A row's result does not depend on the rows beside it or on the number of threads, to the
+bit.
 """
 
 import ctypes
@@ -23,10 +24,6 @@ BLOCK_ROWS = 126
 
 _CHUNK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
 """Inputs of a chunk of packed weights, by their dtype."""
-
-LEVELS = ("none", "avx2", "avx512", "avx512_bf16")
-"""What kernels use, from 1 on, by their numbers in linear.c."""
-
 
 _weights = HugeMemory()
 
@@ -56,7 +53,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         ("weights", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "dtype", "weights_dtype", "level")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "dtype", "weights_dtype")),
     )
 
 
@@ -80,20 +77,16 @@ _scratch = Scratch()
 def _library() -> ctypes.CDLL | None:
     layer = ctypes.POINTER(_Layer)
     functions = {
-        "pdkv_linear_level": (NUMBER, ()),
         "pdkv_linear_row_bytes": (NUMBER, [layer]),
         "pdkv_linear": (None, [layer, *[POINTER, NUMBER] * 4, NUMBER, POINTER, ctypes.c_double]),
         "pdkv_pass_heads": (None, ()),  # which passes.py calls
     }
-    library = load_library("_linear", functions)
-    return library if library is not None and library.pdkv_linear_level() else None
+    return load_library("_linear", functions)
 
 
-@cache
-def level() -> int:
-    """The best of LEVELS that this build and this processor have; 0: none."""
-    library = _library()
-    return 0 if library is None else int(library.pdkv_linear_level())
+def available() -> bool:
+    """Whether the compiled kernels are there. Import torch first: they share its OpenMP threads."""
+    return _library() is not None
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -115,15 +108,10 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 class PackedWeight:
     """A weight as the kernels read it, in its own memory."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, use_level: int | None = None
-    ) -> None:
-        """`weight` (outputs, inputs) of `dtype`, that of inputs and outputs, or of bfloat16; `bias` (outputs,).
-
-        `use_level`: at most `level()`, which is the default.
-        """
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """`weight` (outputs, inputs) of `dtype`, that of inputs and outputs, or of bfloat16; `bias` (outputs,)."""
         library = _library()
-        assert library is not None, "ask level() first"
+        assert library is not None, "ask available() first"
         assert weight.dtype in (dtype, torch.bfloat16), (weight.dtype, dtype)
         self.outputs, self.inputs = weight.shape
         self.dtype = dtype
@@ -136,7 +124,6 @@ class PackedWeight:
             outputs=self.outputs,
             dtype=DTYPES[str(dtype).removeprefix("torch.")],
             weights_dtype=DTYPES[str(weight.dtype).removeprefix("torch.")],
-            level=level() if use_level is None else use_level,
         )
         self._address = ctypes.byref(self._layer)
         self._row_bytes = int(library.pdkv_linear_row_bytes(self._address))

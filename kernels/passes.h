@@ -3,11 +3,6 @@
 #define PDKV_PASSES_H
 #include "vectors.h"
 
-#define V3 "avx2,fma"
-#define V4 "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"
-#define V4_DOT V4 ",avx512bf16"
-
-enum { NONE, AVX2, AVX512, AVX512_BF16 }; /* levels: what a processor has */
 enum { AS_THEY_ARE, NORMED, GATED };      /* what becomes of rows before they are multiplied */
 
 typedef struct {
@@ -18,8 +13,6 @@ typedef struct {
 
 /* A row of `inputs` numbers, GATED: gates and then as many that they gate, in chunks that begin `stride` bytes apart.
  * Behind the last number a chunk has zeros. `to_dtype` holds what is rounded to `dtype`. */
-typedef void pass_row(const row_pass *, const void *x, int64_t inputs, char *to, int64_t stride, int64_t chunk,
-                      int64_t dtype, int64_t to_dtype);
-
-__attribute__((visibility("hidden"))) pass_row *pass_row_at(int64_t level);
+__attribute__((visibility("hidden"))) void pass_any_row(
+    const row_pass *, const void *x, int64_t inputs, char *to, int64_t stride, int64_t chunk, int64_t dtype, int64_t to_dtype);
 #endif

@@ -1,4 +1,4 @@
-"""Passes over a step's rows by compiled kernels (passes.c), there where those of linear layers are: `linear.level()`.
+"""Passes over a step's rows by compiled kernels (passes.c), where linear layers' are: `linear.available()`.
 
 float32 and bfloat16. Calls release the GIL. A row's result does not depend on the rows beside it or on the number of
 threads, to the bit.
@@ -11,7 +11,7 @@ import torch
 
 from pdkv.kernels.compiled import load_library
 from pdkv.kernels.host import DTYPES
-from pdkv.kernels.linear import NORMED, Norm, level
+from pdkv.kernels.linear import NORMED, Norm
 
 
 class _PassArgs(ctypes.Structure):
@@ -19,7 +19,7 @@ class _PassArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out", "weight")),
-        *((name, ctypes.c_int64) for name in ("what", "rows", "size", "stride", "dtype", "num_threads", "level")),
+        *((name, ctypes.c_int64) for name in ("what", "rows", "size", "stride", "dtype", "num_threads")),
         ("epsilon", ctypes.c_double),
     )
 
@@ -31,7 +31,7 @@ class HeadPassArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosines", "sines", "positions", "kv")),
         *((name, ctypes.c_void_p) for name in ("block_ids", "offsets")),
         *((name, ctypes.c_int64) for name in ("rows", "written", "heads", "kv_heads", "head_size", "rotary_size")),
-        *((name, ctypes.c_int64) for name in ("block_size", "block_stride", "dtype", "num_threads", "level")),
+        *((name, ctypes.c_int64) for name in ("block_size", "block_stride", "dtype", "num_threads")),
         *((name, ctypes.c_float) for name in ("q_epsilon", "k_epsilon")),
     )
 
@@ -40,7 +40,7 @@ class HeadPassArgs(ctypes.Structure):
 def _library() -> ctypes.CDLL:
     taken = {"pdkv_pass": _PassArgs, "pdkv_pass_heads": HeadPassArgs}
     library = load_library("_linear", {name: (None, [ctypes.POINTER(args)]) for name, args in taken.items()})
-    assert library is not None, "ask linear.level() first"
+    assert library is not None, "ask linear.available() first"
     return library
 
 
@@ -49,11 +49,8 @@ def dtype_number(dtype: torch.dtype) -> int:
     return DTYPES[str(dtype).removeprefix("torch.")]
 
 
-def rms_norm(x: torch.Tensor, norm: Norm, num_threads: int, *, use_level: int | None = None) -> torch.Tensor:
-    """x / sqrt(mean(x * x) + epsilon) * weight of each row of x (rows, size), rounded once.
-
-    `use_level`: as for `linear.PackedWeight`.
-    """
+def rms_norm(x: torch.Tensor, norm: Norm, num_threads: int) -> torch.Tensor:
+    """x / sqrt(mean(x * x) + epsilon) * weight of each row of x (rows, size), rounded once."""
     rows, size = x.shape
     assert norm.size == size, (norm.size, size)
     if x.stride(1) != 1:
@@ -62,7 +59,7 @@ def rms_norm(x: torch.Tensor, norm: Norm, num_threads: int, *, use_level: int | 
     args = _PassArgs(
         x=x.data_ptr(), out=out.data_ptr(), weight=norm.address, what=NORMED, rows=rows, size=size,
         stride=x.stride(0), dtype=dtype_number(x.dtype), num_threads=num_threads,
-        level=level() if use_level is None else use_level, epsilon=norm.epsilon,
+        epsilon=norm.epsilon,
     )  # fmt: skip
     _library().pdkv_pass(ctypes.byref(args))
     return out

@@ -1,4 +1,4 @@
-"""Attention of prompts over paged KV in host memory (prompts.c), where linear layers' kernels are: `linear.level()`.
+"""Attention of prompts over paged KV in host memory (prompts.c), where linear layers' are: `linear.available()`.
 
 float32 and bfloat16. Calls release the GIL. What a query gets depends on the keys that it sees alone, to the bit: not
 on queries beside it, on where its prompt is cut into chunks, or on the number of threads.
@@ -11,7 +11,7 @@ import torch
 
 from pdkv.kernels.compiled import NUMBER, load_library
 from pdkv.kernels.host import MAX_HEAD_SIZE
-from pdkv.kernels.linear import Scratch, level
+from pdkv.kernels.linear import Scratch
 
 MAX_GROUP = 252
 """Heads that share a KV head, at most."""
@@ -26,7 +26,7 @@ class PromptArgs(ctypes.Structure):
         ("block_tables", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("n", "heads", "kv_heads", "head_size", "block_size")),
         *((name, ctypes.c_int64) for name in ("block_stride", "row_stride", "window", "dtype")),
-        *((name, ctypes.c_int64) for name in ("num_threads", "level")),
+        ("num_threads", ctypes.c_int64),
         ("rooms", ctypes.c_void_p),
         ("scale", ctypes.c_double),
     )
@@ -38,7 +38,7 @@ def _library() -> ctypes.CDLL | None:
         "pdkv_attend_prompts": (None, [ctypes.POINTER(PromptArgs)]),
         "pdkv_prompt_room_bytes": (NUMBER, ()),
     }
-    return load_library("_linear", functions) if level() else None
+    return load_library("_linear", functions)
 
 
 def takes(dtype: torch.dtype, num_heads: int, kv_heads: int, head_size: int) -> bool:

@@ -6,11 +6,6 @@
  */
 #include "rans.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#define HAS_AVX2_FORM
-#endif
-
 #define LOW (1u << 16)
 #define SLOTS (1 << RANS_BITS)
 #define SHIFT 44 /* of reciprocals: exact for states below frequency * 2^20, and frequencies below 2^12 */
@@ -73,7 +68,7 @@ INLINE const char *decode_rows(
     return word;
 }
 
-#ifdef HAS_AVX2_FORM
+#ifdef __AVX2__
 static uint64_t expansions[256]; /* byte i of [mask]: how many of the mask's bits below i are set */
 
 __attribute__((constructor)) static void fill_expansions(void) {
@@ -84,10 +79,8 @@ __attribute__((constructor)) static void fill_expansions(void) {
         }
 }
 
-#define AVX2 __attribute__((target("avx2,popcnt")))
-
 /* Eight symbols of a column's lanes; the words that they may take, 16 bytes, are there. */
-AVX2 static inline __attribute__((always_inline)) const char *decode_eight(
+INLINE const char *decode_eight(
     uint8_t *to, __m256i *states, const uint8_t *contexts, const char *word, const uint32_t *table) {
     const __m256i slots = _mm256_set1_epi32(SLOTS - 1);
     __m256i tables = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)contexts));
@@ -111,7 +104,7 @@ AVX2 static inline __attribute__((always_inline)) const char *decode_eight(
 
 /* Whole rows, whose columns are a multiple of the lanes, while all the words that a row may take are there. Returns how
  * many rows. */
-AVX2 static int64_t decode_rows_avx2(
+static int64_t decode_rows_avx2(
     uint8_t *symbols, uint32_t *states, const char **word, const char *end, const rans_rows *rows,
     const uint32_t *table) {
     __m256i low = _mm256_loadu_si256((const __m256i *)states), high = _mm256_loadu_si256((const __m256i *)states + 1);
@@ -136,14 +129,11 @@ AVX2 static int64_t decode_rows_avx2(
  * encoder's began. `states` are overwritten. */
 int64_t pdkv_rans_decode(
     uint8_t *symbols, uint32_t *states, const char *words, int64_t num_words, const rans_rows *rows,
-    const uint32_t *table, int64_t allow_avx2) {
+    const uint32_t *table) {
     const char *word = words, *end = words + 2 * num_words;
     int64_t first = 0;
-#ifdef HAS_AVX2_FORM
-    if (allow_avx2 && rows->columns % RANS_LANES == 0 && __builtin_cpu_supports("avx2"))
-        first = decode_rows_avx2(symbols, states, &word, end, rows, table);
-#else
-    (void)allow_avx2;
+#ifdef __AVX2__
+    if (rows->columns % RANS_LANES == 0) first = decode_rows_avx2(symbols, states, &word, end, rows, table);
 #endif
     word = decode_rows(symbols, states, word, end, rows, first, table);
     int64_t is_damaged = word != end;

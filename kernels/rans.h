@@ -26,5 +26,5 @@ int64_t pdkv_rans_encode(
 /* table: (RANS_TABLES, 2^12) of symbol << 24 | frequency << 12 | slot - start. */
 int64_t pdkv_rans_decode(
     uint8_t *symbols, uint32_t *states, const char *words, int64_t num_words, const rans_rows *rows,
-    const uint32_t *table, int64_t allow_avx2);
+    const uint32_t *table);
 #endif

@@ -82,7 +82,7 @@ def _library() -> ctypes.CDLL | None:
     rows = ctypes.POINTER(RowsArgs)
     functions = {
         "pdkv_rans_encode": (NUMBER, [POINTER, NUMBER, POINTER, POINTER, rows, POINTER]),
-        "pdkv_rans_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, rows, POINTER, NUMBER]),
+        "pdkv_rans_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, rows, POINTER]),
     }
     return load_library("_codec", functions)
 
@@ -116,7 +116,7 @@ def encode(symbols: Bytes, contexts: Bytes, tables: Tables) -> Coded:
     return Coded(states, buffer[buffer.size - num_words :])
 
 
-def decode(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes, *, allow_avx2: bool = True) -> bool:
+def decode(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes) -> bool:
     """Decode symbols. Releases the GIL. Never reads or writes outside the arrays, whatever has been coded.
 
     Args:
@@ -137,9 +137,8 @@ def decode(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes, *, allow_a
     states = coded.states.copy()
     args = RowsArgs(contexts.ctypes.data, *out.shape, rows_per_context)
     damaged: int = library.pdkv_rans_decode(
-        out.ctypes.data, states.ctypes.data, coded.words.ctypes.data, coded.words.size, args,
-        tables.slots.ctypes.data, int(allow_avx2),
-    )  # fmt: skip
+        out.ctypes.data, states.ctypes.data, coded.words.ctypes.data, coded.words.size, args, tables.slots.ctypes.data
+    )
     return not damaged
 
 

@@ -161,7 +161,7 @@ INLINE int64_t invert(double *weights, int64_t vocab_size, double uniform, scrat
 }
 
 /* One token from `to.scaled`, which holds the logits less their maximum, by the temperature. */
-FOR_EACH_CPU static int64_t draw_scaled(const draws *a, int64_t i, scratch to) {
+static int64_t draw_scaled(const draws *a, int64_t i, scratch to) {
     const int64_t vocab_size = a->vocab_size, top_k = a->top_k[i];
     const splitter by = splitter_of(vocab_size);
     const double span = a->temperature[i] > 1.0 ? 32.0 / a->temperature[i] : 32.0;
@@ -190,7 +190,7 @@ FOR_EACH_CPU static int64_t draw_scaled(const draws *a, int64_t i, scratch to) {
 /* Fill `to.scaled`, and return -1; or the row's token where its largest logit is not finite: the first that is NaN,
  * else the first that is infinite, else all are masked. */
 #define DEFINE_SCALE(NAME, T)                                                                                         \
-    FOR_EACH_CPU static int64_t scale_##NAME(const draws *a, int64_t i, scratch to) {                                 \
+    static int64_t scale_##NAME(const draws *a, int64_t i, scratch to) {                                              \
         const T *row = (const T *)a->logits + i * a->row_stride;                                                      \
         const double temperature = a->temperature[i];                                                                 \
         double best = -INFINITY;                                                                                      \
@@ -248,7 +248,7 @@ typedef struct {
     int64_t n, vocab_size, row_stride, num_threads;
 } masks;
 
-FOR_EACH_CPU static void mask_row(float *logits, const uint32_t *words, int64_t num_words) {
+static void mask_row(float *logits, const uint32_t *words, int64_t num_words) {
     for (int64_t w = 0; w < num_words; w++, logits += 32) {
         if (words[w] == UINT32_MAX) continue;
         for (uint32_t i = 0; i < 32; i++) logits[i] = words[w] >> i & 1 ? logits[i] : -INFINITY;

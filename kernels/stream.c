@@ -4,11 +4,10 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <stdint.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
-
-#include "vectors.h"
 
 #define MOST_ROWS 1024 /* IOV_MAX */
 

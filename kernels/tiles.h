@@ -1,7 +1,7 @@
 /* The kernels of linear.c that multiply some rows by a panel, for others than linear layers (prompts.c). */
 #ifndef PDKV_TILES_H
 #define PDKV_TILES_H
-#include "passes.h"
+#include "vectors.h"
 
 #define COLUMNS 32       /* outputs of a panel */
 #define CHUNK_BYTES 2048 /* a panel's inputs that lie together, in 16 steps of two lines */
@@ -18,10 +18,25 @@ typedef struct {
 
 typedef void run_tile(const tile *, int rows);
 
-INLINE int64_t tile_rows(int64_t level) { return level >= AVX512 ? 14 : 6; } /* at most */
+#if WIDTH == 16
+#define MAX_ROWS 14 /* of a tile */
+#define MAX_SUMS 28 /* vectors: what registers have room for beside weights and inputs */
+#else
+#define MAX_ROWS 6
+#ifdef __aarch64__
+#define MAX_SUMS 24
+#else
+#define MAX_SUMS 12
+#endif
+#endif
+#ifdef __AVX512BF16__
+#define HAS_DOT 1 /* products of pairs of bfloat16 */
+#else
+#define HAS_DOT 0
+#endif
 
-/* Rows by weights, both of float32 or, with AVX512_BF16, both of bfloat16 in pairs. */
-__attribute__((visibility("hidden"))) run_tile *tile_kernel(int64_t level, int is_bfloat16);
+/* Rows by weights, both of float32 or, with HAS_DOT, both of bfloat16 in pairs. */
+__attribute__((visibility("hidden"))) run_tile *tile_kernel(int is_bfloat16);
 
 /* How rows are divided into tiles: as evenly as can be. */
 typedef struct {

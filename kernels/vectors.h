@@ -1,31 +1,34 @@
-/* What the compiled kernels share: a function for each CPU, loads of every dtype as 16 floats, exp. */
+/* What the compiled kernels share: vectors as wide as those of the level that a file is compiled for (setup.py), loads of
+ * every dtype as floats, exp.
+ */
 #ifndef PDKV_VECTORS_H
 #define PDKV_VECTORS_H
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h> /* which compiles in a third of the time */
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#ifdef __AVX512F__
+#define WIDTH 16 /* floats of a vector */
+#elif defined(__AVX2__)
+#define WIDTH 8
 #else
-#define FOR_EACH_CPU
+#define WIDTH 4
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-typedef float vec16 __attribute__((vector_size(64)));
-typedef uint32_t words16 __attribute__((vector_size(64)));
-typedef uint16_t halves16 __attribute__((vector_size(32)));
-typedef int32_t ints16 __attribute__((vector_size(64)));
-
-INLINE void load_float32(vec16 *to, const float *from) { memcpy(to, from, sizeof *to); }
-
-INLINE void load_bfloat16(vec16 *to, const uint16_t *from) {
-    halves16 bits;
-    memcpy(&bits, from, sizeof bits);
-    words16 words = __builtin_convertvector(bits, words16) << 16;
-    memcpy(to, &words, sizeof *to);
-}
+typedef float vec __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
 
 INLINE float float_of_bfloat16(uint16_t half) {
     union { uint32_t bits; float number; } to = {(uint32_t)half << 16};
@@ -63,10 +66,51 @@ INLINE uint16_t half_of(float number) { /* to nearest, ties to even */
     return (uint16_t)(sign | ((digits - (112u << 23) + 0xfff + (digits >> 13 & 1)) >> 13));
 }
 
-INLINE void load_float16(vec16 *to, const uint16_t *from) {
-    float numbers[16];
-    for (int i = 0; i < 16; i++) numbers[i] = float_of(from[i]);
-    memcpy(to, numbers, sizeof *to);
+INLINE vec load_float32(const float *from) {
+    vec numbers;
+    memcpy(&numbers, from, sizeof numbers);
+    return numbers;
+}
+
+INLINE vec load_bfloat16(const uint16_t *from) {
+    halves bits;
+    memcpy(&bits, from, sizeof bits);
+    return (vec)(__builtin_convertvector(bits, words) << 16);
+}
+
+INLINE vec load_float16(const uint16_t *from) {
+#if WIDTH == 16
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif WIDTH == 8
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    vec numbers;
+    for (int i = 0; i < WIDTH; i++) numbers[i] = float_of(from[i]);
+    return numbers;
+#endif
+}
+
+INLINE vec all_of(float number) {
+#if WIDTH == 16
+    return (vec)_mm512_set1_ps(number);
+#elif WIDTH == 8
+    return (vec)_mm256_set1_ps(number);
+#else
+    return (vec){number, number, number, number};
+#endif
+}
+
+/* a * b + c: rounded once where the level can. */
+INLINE vec fused(vec a, vec b, vec c) {
+#if WIDTH == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif WIDTH == 8
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
 }
 
 /* exp for x <= 0, relative error below 2e-7; vectorises, unlike the library's. */

@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pdkv.kernels.linear import level
 from pdkv.kernels.passes import HeadPassArgs, dtype_number, pass_heads
 from pdkv.models.linear import LinearKind
 from pdkv.models.passes import RMSNorm, by_triton
@@ -117,8 +116,7 @@ class _TritonHeads(NamedTuple):
 class CompiledRotation:
     """By the compiled pass, in host memory; rounds where torch rounds."""
 
-    def __init__(self, table: RopeTable, num_heads: int, num_kv_heads: int, *, use_level: int | None = None) -> None:
-        """`use_level`: as for `kernels.linear.PackedWeight`."""
+    def __init__(self, table: RopeTable, num_heads: int, num_kv_heads: int) -> None:
         assert table.cos.is_contiguous()
         assert table.sin.is_contiguous()
         self.table = table
@@ -129,7 +127,6 @@ class CompiledRotation:
             "kv_heads": num_kv_heads,
             "rotary_size": table.cos.shape[-1],
             "dtype": dtype_number(table.cos.dtype),
-            "level": level() if use_level is None else use_level,
         }
 
     def at(self, positions: torch.Tensor) -> "_CompiledHeads":

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pdkv.host.processor import flags
-from pdkv.kernels.linear import PackedWeight, level
+from pdkv.kernels.linear import PackedWeight, available
 from pdkv.models.passes import CompiledRMSNorm, RMSNorm, RowPass
 
 _SAMPLED_ROWS = 8
@@ -139,7 +139,7 @@ def linear_kind(dtype: torch.dtype, device: torch.device, choice: Literal["auto"
 
 def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this build and this processor have compiled kernels for `dtype`, and no better ones in oneDNN: AMX."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or level() == 0:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not available():
         return False
     return dtype == torch.float32 or "amx_bf16" not in flags()
 

@@ -13,10 +13,12 @@ from typing import Any
 import hypothesis
 import pytest
 from coroutines import run
+from isas import kernels_of
 from no_processes import ProcessGuard, starts_processes
 from small_models import make_hf_model
 from warm import WarmPopen
 
+from pdkv.kernels.compiled import levels
 from pdkv.testing.deployment import Deployment
 
 # Several test processes share few cores: one computing thread each, and no spinning while others work.
@@ -28,6 +30,13 @@ EXAMPLES = int(os.environ.get("EXAMPLES", "1"))
 
 hypothesis.settings.register_profile("pdkv", deadline=None)  # how long an example takes is up to the machine
 hypothesis.settings.load_profile("pdkv")
+
+
+@pytest.fixture(params=levels())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each level of compiled kernels that this host has: those that the test runs."""
+    with kernels_of(request.param):
+        yield request.param
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

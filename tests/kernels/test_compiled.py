@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from isas import kernels_of
 
-from pdkv.kernels import block_keys
+from pdkv.errors import ConfigError
+from pdkv.kernels import block_keys, host
+from pdkv.kernels.compiled import isa, levels
 
 SCRIPT = """
 import resource, sys
@@ -24,3 +27,16 @@ assert block_keys.available() and block_runs.available() and host.available()
 def test_what_was_loaded_is_found_without_descriptors(when: str) -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT, when], capture_output=True, text=True, timeout=60)
     assert (run.returncode == 0) == (when == "early"), run.stderr
+
+
+@pytest.mark.skipif(not levels(), reason="no compiler when pdkv was installed")
+def test_a_level_is_used_where_it_is_named_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in levels():
+        with kernels_of(name):
+            assert isa() == name
+            assert f"_host_{name}." in host._library()._name
+    with kernels_of("v5"), pytest.raises(ConfigError, match=rf"PDKV_ISA=v5: this host has {', '.join(levels())}"):
+        host.available()
+    monkeypatch.delenv("PDKV_ISA", raising=False)
+    isa.cache_clear()
+    assert isa() == levels()[-1]

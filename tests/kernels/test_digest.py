@@ -43,7 +43,7 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @compiled
 @pytest.mark.parametrize("size", [1, 8, 63, 64, 65, 128, 1000, 1024, 4096, 16384])
-def test_compiled_and_numpy_have_the_same_bits(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_and_numpy_have_the_same_bits(isa: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = random_bytes(7, 4, 3, size)
     sizes = [size, max(size // 3, 1), max(size - 1, 1)]
     results = []

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from isas import kernels_of
 
-from pdkv.kernels.linear import BLOCK_ROWS, GATED, LEVELS, Norm, PackedWeight, level
+from pdkv.kernels.compiled import levels
+from pdkv.kernels.linear import BLOCK_ROWS, GATED, Norm, PackedWeight, available
 from pdkv.kernels.passes import rms_norm
 
-pytestmark = pytest.mark.skipif(level() == 0, reason="no compiler when pdkv was installed, or a processor without avx2")
+pytestmark = pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed")
 
 F32, BF16 = torch.float32, torch.bfloat16
 EPSILON = 1e-5
@@ -17,12 +19,6 @@ KINDS = [
     pytest.param(F32, BF16, id="widened"),
     pytest.param(BF16, BF16, id="bfloat16"),
 ]
-
-
-@pytest.fixture(params=[pytest.param(i, id=LEVELS[i]) for i in range(1, len(LEVELS)) if i <= level()])
-def use_level(request: pytest.FixtureRequest) -> int:
-    level_used: int = request.param
-    return level_used
 
 
 def make(*shape: int, dtype: torch.dtype = F32, scale: float = 1.0) -> torch.Tensor:
@@ -44,31 +40,32 @@ def close(out: torch.Tensor, exact: torch.Tensor, roundings: int = 1) -> None:
     assert bool(((out.double() - exact).abs() <= exact.abs() * relative + 1e-30).all())
 
 
-def identity(size: int, kind: tuple[torch.dtype, torch.dtype], use_level: int) -> PackedWeight:
+def identity(size: int, kind: tuple[torch.dtype, torch.dtype]) -> PackedWeight:
     """A layer that gives what it multiplies."""
-    return PackedWeight(torch.eye(size, dtype=kind[1]), None, kind[0], use_level=use_level)
+    return PackedWeight(torch.eye(size, dtype=kind[1]), None, kind[0])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("size", SIZES)
-def test_rows_are_normed_within_rounding(use_level: int, dtype: torch.dtype, size: int) -> None:
+def test_rows_are_normed_within_rounding(isa: str, dtype: torch.dtype, size: int) -> None:
     norm = make_norm(size)
     for rows in (1, 2, 77):
         x = make(rows, size, dtype=dtype, scale=3.0)
-        alone = rms_norm(x, norm, 1, use_level=use_level)
+        alone = rms_norm(x, norm, 1)
         close(alone, normed_exactly(x, norm))
         for threads in (2, 5):
-            assert torch.equal(rms_norm(x, norm, threads, use_level=use_level), alone)
-        assert torch.equal(rms_norm(x, norm, 1, use_level=1), alone)
+            assert torch.equal(rms_norm(x, norm, threads), alone)
+        with kernels_of(levels()[0]):
+            assert torch.equal(rms_norm(x, norm, 1), alone)
         torch.testing.assert_close(alone, F.rms_norm(x, (size,), norm.weight.to(dtype), EPSILON))
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), KINDS)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_layer_multiplies_what_the_norm_alone_gives(
-    use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype, size: int
+    isa: str, dtype: torch.dtype, weight_dtype: torch.dtype, size: int
 ) -> None:
-    norm, layer = make_norm(size), PackedWeight(make(45, size, dtype=weight_dtype), None, dtype, use_level=use_level)
+    norm, layer = make_norm(size), PackedWeight(make(45, size, dtype=weight_dtype), None, dtype)
     for rows in (1, 3, 20):
         x, residual = make(rows, size, dtype=dtype), make(rows, 45, dtype=dtype)
         expected = layer.multiply(rms_norm(x, norm, 1), residual, 1)
@@ -79,9 +76,9 @@ def test_a_layer_multiplies_what_the_norm_alone_gives(
 @pytest.mark.parametrize(("dtype", "weight_dtype"), KINDS)
 @pytest.mark.parametrize("size", SIZES)
 def test_gates_are_within_rounding_of_silu_times_up(
-    use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype, size: int
+    isa: str, dtype: torch.dtype, weight_dtype: torch.dtype, size: int
 ) -> None:
-    layer = PackedWeight(torch.eye(size, dtype=weight_dtype), None, dtype, use_level=use_level)
+    layer = PackedWeight(torch.eye(size, dtype=weight_dtype), None, dtype)
     for rows in (1, 3, 20):
         x = make(rows, 2 * size, dtype=dtype, scale=8.0)
         gate, up = x.double().chunk(2, -1)
@@ -91,10 +88,10 @@ def test_gates_are_within_rounding_of_silu_times_up(
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_gates_of_any_size_are_those_of_torch(use_level: int, dtype: torch.dtype) -> None:
+def test_gates_of_any_size_are_those_of_torch(isa: str, dtype: torch.dtype) -> None:
     ends = [0.0, -0.0, 1e-30, 86.9, 87.1, 88.8, 1e4, 3e38, float("inf"), float("nan")]
     gate = torch.tensor([*ends, *(-end for end in ends)], dtype=dtype)
-    layer = PackedWeight(torch.eye(1, dtype=dtype), None, dtype, use_level=use_level)
+    layer = PackedWeight(torch.eye(1, dtype=dtype), None, dtype)
     x = torch.stack((gate, torch.ones_like(gate)), 1)
     torch.testing.assert_close(
         layer.multiply(x, None, 1, GATED)[:, 0], F.silu(gate), rtol=1e-6, atol=1e-35, equal_nan=True
@@ -104,16 +101,17 @@ def test_gates_of_any_size_are_those_of_torch(use_level: int, dtype: torch.dtype
 @pytest.mark.parametrize(("dtype", "weight_dtype"), KINDS)
 @pytest.mark.parametrize("before", ["norm", GATED])
 def test_a_row_has_the_same_bits_beside_any_others_and_at_every_level(
-    use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype, before: str
+    isa: str, dtype: torch.dtype, weight_dtype: torch.dtype, before: str
 ) -> None:
     size = 96
     given = GATED if before == GATED else make_norm(size)
-    layer = PackedWeight(torch.eye(size, dtype=weight_dtype), None, dtype, use_level=use_level)
+    layer = PackedWeight(torch.eye(size, dtype=weight_dtype), None, dtype)
     x = make(BLOCK_ROWS + 21, size * (1 + (before == GATED)), dtype=dtype)
     alone = torch.cat([layer.multiply(x[i : i + 1], None, 1, given) for i in range(len(x))])
     for rows in (2, 7, 14, 15, 29, BLOCK_ROWS, len(x)):
         assert torch.equal(layer.multiply(x[:rows], None, 1 + rows % 3, given), alone[:rows])
-    lowest = PackedWeight(torch.eye(size, dtype=weight_dtype), None, dtype, use_level=1)
+    with kernels_of(levels()[0]):
+        lowest = PackedWeight(torch.eye(size, dtype=weight_dtype), None, dtype)
     assert torch.equal(lowest.multiply(x, None, 1, given), alone)
 
 
@@ -121,11 +119,11 @@ def test_a_row_has_the_same_bits_beside_any_others_and_at_every_level(
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_nothing_beside_the_rows_is_read(
-    use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype, poison: float, rows: int
+    isa: str, dtype: torch.dtype, weight_dtype: torch.dtype, poison: float, rows: int
 ) -> None:
     """They are unaligned columns of a larger tensor full of NaN or infinity; so was the scratch."""
     size = 37
-    layer = PackedWeight(make(45, size, dtype=weight_dtype), None, dtype, use_level=use_level)
+    layer = PackedWeight(make(45, size, dtype=weight_dtype), None, dtype)
     layer.multiply(torch.full((100, size), poison, dtype=dtype), None, 2)
     whole_norm = torch.full((size + 2,), poison)
     whole_norm[1:-1] = make(size)
@@ -139,13 +137,13 @@ def test_nothing_beside_the_rows_is_read(
         assert torch.equal(out, layer.multiply(x, None, 1, given))
         assert bool(out.isfinite().all())
         if isinstance(given, Norm):
-            assert torch.equal(rms_norm(inside, given, 2, use_level=use_level), rms_norm(x, given, 1))
+            assert torch.equal(rms_norm(inside, given, 2), rms_norm(x, given, 1))
         assert torch.equal(whole.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), KINDS)
-def test_what_is_not_finite_stays_in_its_row(use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
-    layer = PackedWeight(make(40, 64, dtype=weight_dtype), None, dtype, use_level=use_level)
+def test_what_is_not_finite_stays_in_its_row(isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    layer = PackedWeight(make(40, 64, dtype=weight_dtype), None, dtype)
     for given, columns in ((make_norm(64), 64), (GATED, 128)):
         x = make(15, columns, dtype=dtype)
         clean = layer.multiply(x, None, 1, given)
@@ -157,10 +155,10 @@ def test_what_is_not_finite_stays_in_its_row(use_level: int, dtype: torch.dtype,
         assert not out[9].isfinite().any()
 
 
-def test_rows_of_any_strides_and_none_at_all(use_level: int) -> None:
+def test_rows_of_any_strides_and_none_at_all(isa: str) -> None:
     norm, x = make_norm(64), make(64, 20).T
-    assert torch.equal(rms_norm(x, norm, 2, use_level=use_level), rms_norm(x.contiguous(), norm, 1))
-    assert rms_norm(x[:0], norm, 2, use_level=use_level).shape == (0, 64)
+    assert torch.equal(rms_norm(x, norm, 2), rms_norm(x.contiguous(), norm, 1))
+    assert rms_norm(x[:0], norm, 2).shape == (0, 64)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

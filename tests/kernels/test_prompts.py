@@ -5,16 +5,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from isas import kernels_of
 
+from pdkv.kernels.compiled import levels
 from pdkv.kernels.host import DTYPES
-from pdkv.kernels.linear import LEVELS, level
+from pdkv.kernels.linear import available
 from pdkv.kernels.paged_attention import paged_attention_reference
 from pdkv.kernels.prompts import PromptArgs, attend_prompts, takes
 
-pytestmark = pytest.mark.skipif(level() == 0, reason="no compiler when pdkv was installed, or a processor without avx2")
+pytestmark = pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed")
 
 F32, BF16 = torch.float32, torch.bfloat16
-USABLE = [pytest.param(i, id=LEVELS[i]) for i in range(1, len(LEVELS)) if i <= level()]
 LENGTHS = [(1, 1), (2, 3), (17, 17), (40, 127), (129, 129), (1, 128), (5, 260), (300, 300), (0, 7)]
 """Queries of a sequence, and its keys."""
 
@@ -32,13 +33,11 @@ def prompt_attention(
     *,
     window: int | None = None,
     num_threads: int | None = None,
-    use_level: int | None = None,
 ) -> torch.Tensor:
     """What `paged_attention` says, with the arguments of `paged_attention_reference`, in host memory.
 
     Args:
         num_threads: torch's by default.
-        use_level: as for `linear.PackedWeight`.
     """
     _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
     assert takes(kv_pool.dtype, q.shape[1], kv_heads, head_size), kv_pool.shape
@@ -75,7 +74,6 @@ def prompt_attention(
             window=window or 0,
             dtype=DTYPES[str(kv_pool.dtype).removeprefix("torch.")],
             num_threads=num_threads or torch.get_num_threads(),
-            level=level() if use_level is None else use_level,
             scale=scale,
         )
     )
@@ -93,8 +91,8 @@ class Step(NamedTuple):
     starts: torch.Tensor
     scale: float
 
-    def run(self, window: int | None = None, threads: int = 1, use_level: int | None = None) -> torch.Tensor:
-        return prompt_attention(*self, window=window, num_threads=threads, use_level=use_level)
+    def run(self, window: int | None = None, threads: int = 1) -> torch.Tensor:
+        return prompt_attention(*self, window=window, num_threads=threads)
 
     def exact(self, window: int | None = None) -> torch.Tensor:
         whole = self._replace(q=self.q.double(), pool=self.pool.double())
@@ -124,12 +122,6 @@ def make(
     return Step(wide[:-1, : heads[0]], pool, 1, tables, seq_lens, starts, head_size**-0.5)
 
 
-@pytest.fixture(params=USABLE)
-def use_level(request: pytest.FixtureRequest) -> int:
-    level_used: int = request.param
-    return level_used
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("heads", "head_size", "block_size"),
@@ -138,22 +130,22 @@ def use_level(request: pytest.FixtureRequest) -> int:
 )  # fmt: skip
 @pytest.mark.parametrize("window", [None, 1, 50, 128, 200])
 def test_equals_the_reference(
-    use_level: int, dtype: torch.dtype, heads: tuple[int, int], head_size: int, block_size: int, window: int | None
+    isa: str, dtype: torch.dtype, heads: tuple[int, int], head_size: int, block_size: int, window: int | None
 ) -> None:
     step = make(dtype=dtype, heads=heads, head_size=head_size, block_size=block_size)
-    result = step.run(window, threads=2, use_level=use_level)
+    result = step.run(window, threads=2)
     torch.testing.assert_close(result.double(), step.exact(window), **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_query_has_the_same_bits_however_its_prompt_is_cut_beside_whatever_others_on_any_threads(
-    use_level: int, dtype: torch.dtype, window: int | None
+    isa: str, dtype: torch.dtype, window: int | None
 ) -> None:
     whole = make([(300, 300)], dtype, heads=(6, 2), head_size=80)
-    expected = whole.run(window, use_level=use_level)
+    expected = whole.run(window)
     for threads in (2, 5):
-        assert torch.equal(whole.run(window, threads, use_level), expected)
+        assert torch.equal(whole.run(window, threads), expected)
     for cuts in ([1], [128, 129], [7, 100, 299], list(range(3, 300, 13))):
         bounds = [0, *cuts, 300]
         step = whole._replace(
@@ -161,35 +153,39 @@ def test_a_query_has_the_same_bits_however_its_prompt_is_cut_beside_whatever_oth
             seq_lens=torch.tensor(bounds[1:], dtype=torch.int32),
             starts=torch.tensor(bounds, dtype=torch.int32),
         )
-        assert torch.equal(step.run(window, 2, use_level), expected)
+        assert torch.equal(step.run(window, 2), expected)
 
 
 def test_float32_has_the_same_bits_at_every_level() -> None:
     step = make(heads=(6, 2), head_size=80)
-    outs = [step.run(100, 2, use_level) for use_level in range(1, level() + 1)]
-    assert all(torch.equal(out, outs[0]) for out in outs)
+    expected = step.run(100, 2)
+    for isa in levels():
+        with kernels_of(isa):
+            same = step.run(100, 1)
+        assert isa == "v2" or torch.equal(same, expected)  # v2 rounds products and sums apart
+        torch.testing.assert_close(same, expected, **CLOSE[F32])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
-    use_level: int, dtype: torch.dtype, window: int | None, poison: float
+    isa: str, dtype: torch.dtype, window: int | None, poison: float
 ) -> None:
     step = make([(200, 230), (35, 35)], dtype)
-    clean = step.run(window, 2, use_level)
+    clean = step.run(window, 2)
     owned = torch.zeros(len(step.pool), 16, dtype=torch.bool)
     for i, keys in enumerate(step.seq_lens.tolist()):
         for key in range(keys):
             owned[step.tables[i, key // 16], key % 16] = True
     step.pool.permute(0, 4, 1, 2, 3, 5)[~owned] = poison
     step.pool[:, 0] = poison  # another layer
-    assert torch.equal(step.run(window, 2, use_level), clean)
+    assert torch.equal(step.run(window, 2), clean)
     for side in (0, 1):
         for bad in (3, 140, 229):
             pool = step.pool.clone()
             pool[step.tables[0, bad // 16], 1, side, :, bad % 16] = poison
-            result = step._replace(pool=pool).run(window, 2, use_level)
+            result = step._replace(pool=pool).run(window, 2)
             positions = torch.arange(30, 230)
             sees = (positions >= bad) if window is None else (positions >= bad) & (positions < bad + window)
             unhurt = torch.cat((~sees, torch.ones(35, dtype=torch.bool)))
@@ -198,13 +194,13 @@ def test_what_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
                 assert not result[:200][sees].isfinite().any()
 
 
-def test_scores_of_any_size_neither_overflow_nor_vanish(use_level: int) -> None:
+def test_scores_of_any_size_neither_overflow_nor_vanish(isa: str) -> None:
     """Scores of thousands, and a query whose own key alone counts."""
     step = make([(150, 150)])
     large = step._replace(q=step.q * 1000)
-    torch.testing.assert_close(large.run(use_level=use_level).double(), large.exact(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(large.run().double(), large.exact(), rtol=1e-3, atol=1e-3)
     none = step._replace(q=step.q * 0)
-    torch.testing.assert_close(none.run(use_level=use_level).double(), none.exact(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(none.run().double(), none.exact(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_the_kernel_does_not_take() -> None:

@@ -4,13 +4,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from isas import kernels_of
 
-from pdkv.kernels.linear import LEVELS, level
+from pdkv.kernels.compiled import levels
+from pdkv.kernels.linear import available
 from pdkv.models.heads import CompiledRotation, Heads, KVSlots, TorchRotation, make_rotation
 from pdkv.models.passes import RMSNorm
 from pdkv.models.rope import RopeTable
 
-compiled = pytest.mark.skipif(level() == 0, reason="no compiler when pdkv was installed, or a processor without avx2")
+compiled = pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed")
 
 F32, BF16 = torch.float32, torch.bfloat16
 LENGTH, BLOCK_SIZE, NUM_BLOCKS = 50, 4, 9
@@ -59,22 +61,19 @@ class Case:
     def torch(self) -> TorchRotation:
         return TorchRotation(self.table, self.shape.heads, self.shape.kv_heads)
 
-    def compiled(self, use_level: int | None = None) -> CompiledRotation:
-        return CompiledRotation(self.table, self.shape.heads, self.shape.kv_heads, use_level=use_level)
+    def compiled(self) -> CompiledRotation:
+        return CompiledRotation(self.table, self.shape.heads, self.shape.kv_heads)
 
 
 @compiled
-@pytest.mark.parametrize("use_level", [pytest.param(i, id=LEVELS[i]) for i in range(1, level() + 1)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("norms", [False, True])
-def test_the_compiled_pass_is_torch_s_within_rounding(
-    use_level: int, dtype: torch.dtype, shape: Shape, norms: bool
-) -> None:
+def test_the_compiled_pass_is_torch_s_within_rounding(isa: str, dtype: torch.dtype, shape: Shape, norms: bool) -> None:
     for rows, padding in ((1, 0), (3, 0), (5, 3)):
         case = Case(shape, dtype, rows, padding, float("nan"), norms=norms)
         expected, expected_pool = case.run(case.torch(), writes=True)
-        qkv, pool = case.run(case.compiled(use_level), writes=True)
+        qkv, pool = case.run(case.compiled(), writes=True)
         # A sum of two products may cancel: what is allowed is of their size.
         size = case.qkv.abs().amax() * case.table.cos.abs().amax() * (1 if not norms else 30)
         torch.testing.assert_close(qkv, expected, rtol=ULPS[dtype], atol=float(size) * ULPS[dtype])
@@ -82,10 +81,11 @@ def test_the_compiled_pass_is_torch_s_within_rounding(
             pool, expected_pool, rtol=ULPS[dtype], atol=float(size) * ULPS[dtype], equal_nan=True
         )
         assert torch.equal(pool.isnan(), expected_pool.isnan())
-        without = case.run(case.compiled(use_level), writes=False)
+        without = case.run(case.compiled(), writes=False)
         assert torch.equal(without[0], qkv)
         assert bool(without[1].isnan().all())
-        assert torch.equal(case.run(case.compiled(1), writes=True)[0], qkv)
+        with kernels_of(levels()[0]):
+            assert torch.equal(case.run(case.compiled(), writes=True)[0], qkv)
 
 
 @compiled
@@ -140,5 +140,5 @@ def test_the_kind_of_the_linear_layers_settles_it() -> None:
     table = Case(SHAPES[0], F32, 1, 0, 0.0, norms=False).table
     for kind in ("plain", "packed"):
         assert isinstance(make_rotation(table, 1, 1, kind), TorchRotation)
-    if level():
+    if available():
         assert isinstance(make_rotation(table, 1, 1, "compiled"), CompiledRotation)

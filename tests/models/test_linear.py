@@ -77,7 +77,7 @@ def test_an_unknown_dtype_is_not_packed() -> None:
 
 
 def test_compiled_layers_serve_where_nothing_better_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "level", lambda: 2)
+    monkeypatch.setattr(linear, "available", lambda: True)
     monkeypatch.setattr(linear, "flags", lambda: frozenset({"avx512f"}))
     assert {linear_kind(dtype, CPU) for dtype in (torch.float32, torch.bfloat16)} == {"compiled"}
     assert linear_kind(torch.float16, CPU) != "compiled"
@@ -86,7 +86,7 @@ def test_compiled_layers_serve_where_nothing_better_does(monkeypatch: pytest.Mon
     monkeypatch.setattr(linear, "flags", lambda: frozenset({"avx512f", "amx_bf16"}))
     assert linear_kind(torch.float32, CPU) == "compiled"
     assert linear_kind(torch.bfloat16, CPU) != "compiled"
-    monkeypatch.setattr(linear, "level", lambda: 0)
+    monkeypatch.setattr(linear, "available", lambda: False)
     assert linear_kind(torch.float32, CPU) != "compiled"
 
 

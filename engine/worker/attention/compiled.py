@@ -11,7 +11,6 @@ from pdkv.engine.worker.attention.runs import Prompts
 from pdkv.engine.worker.attention.tiles import Singles
 from pdkv.engine.worker.batch import IntArray
 from pdkv.kernels import host, prompts
-from pdkv.kernels.linear import level
 
 Work = TypeVar("Work", Singles, Prompts)
 Args = TypeVar("Args", host.AttentionArgs, prompts.PromptArgs)
@@ -134,7 +133,7 @@ class PromptQueries(_Queries[Prompts, prompts.PromptArgs]):
         return cls(kv_pool, num_heads) if prompts.takes(kv_pool.dtype, num_heads, kv_heads, head_size) else None
 
     def _make_args(self, **fields: int) -> prompts.PromptArgs:
-        return prompts.PromptArgs(level=level(), **fields)
+        return prompts.PromptArgs(**fields)
 
     def _vectors(self, work: Prompts, tables: IntArray) -> Mapping[str, IntArray]:
         return {

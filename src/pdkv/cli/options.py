@@ -19,6 +19,7 @@ from pdkv.base.secret_options import API_KEY, STORE_SIGN_KEY, has_secret, withou
 from pdkv.base.vllm_names import SHORT, UNSUPPORTED, VLLM
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
+from pdkv.kernels.compiled import ISA
 
 ENVIRONMENT_PREFIX = "PDKV_"
 
@@ -163,7 +164,7 @@ def collect(
         ConfigError: an unknown key or PDKV_* variable, a value of the wrong kind, two values of one option under
             two names in one place, or an unreadable file.
     """
-    others = {API_KEY, STORE_SIGN_KEY, *known_variables} - variables_of(flags)
+    others = {API_KEY, STORE_SIGN_KEY, ISA, *known_variables} - variables_of(flags)
     values: dict[str, Any] = {}
     if file is not None:
         table = [(key.replace("-", "_"), value) for key, value in read_config_file(file).items()]

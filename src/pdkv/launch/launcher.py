@@ -18,7 +18,7 @@ from pdkv.base.secret_options import API_KEY
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
-from pdkv.kernels.compiled import any_built
+from pdkv.kernels.compiled import isa
 from pdkv.launch.config import Deployment, LaunchConfig
 from pdkv.launch.control import ControlServer
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
@@ -96,7 +96,7 @@ def check(deployment: Deployment) -> int:
 
 def advise(deployment: Deployment, listener: socket.socket) -> None:
     """Warn of what is allowed and seldom meant."""
-    if not any_built():
+    if isa() is None:
         logger.warning("compiled kernels are absent: torch computes instead, slower on CPUs (docs/cpu.md)")
     has_keys = deployment.router.access.api_key_file is not None or bool(os.environ.get(API_KEY))
     if listener.family == socket.AF_UNIX or has_keys:
@@ -135,6 +135,7 @@ def check_deployment(deployment: Deployment) -> Deployment:
     """
     plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
     find_policy(deployment.launch.policy)
+    isa()  # PDKV_ISA may name a level that this host has not
     api = deployment.router.api
     check_parser_names(api.tool_parser, api.reasoning_parser, api.tool_parser_plugin)
     if deployment.router.observability.otlp_endpoint is not None:

@@ -20,7 +20,9 @@ CHANNELS = PartShape(num_units=4, num_layers=6, num_heads=4, head_size=128, dtyp
 @compiled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("head_size", [32, 24])
-def test_compiled_and_numpy_have_the_same_bytes(dtype: str, head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_and_numpy_have_the_same_bytes(
+    isa: str, dtype: str, head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = SHAPE._replace(dtype=dtype, head_size=head_size, num_units=3)
     numbers = draw(shape, outlier=300.0)
     numbers[:, 1] = 0

@@ -28,7 +28,7 @@ needs_compiled_kernel = pytest.mark.skipif(not host.available(), reason="no comp
     ("heads", "kv_heads", "head_size"), [(6, 2, 16), (4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)]
 )
 def test_single_queries_equal_attention_written_out(
-    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, threads: int
+    isa: str, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, threads: int
 ) -> None:
     torch.set_num_threads(threads)
     try:

@@ -9,7 +9,7 @@ from pdkv.engine.plan import NewRequest, ScheduledRequest
 from pdkv.engine.worker.attention.cpu import CpuAttention
 from pdkv.engine.worker.attention.runs import RunPlan, plan_runs
 from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
-from pdkv.kernels.linear import level
+from pdkv.kernels.linear import available
 from pdkv.sampling.params import SamplingParams
 
 
@@ -55,7 +55,7 @@ def test_single_queries_begin_at_the_block_in_which_their_window_does() -> None:
     assert (singles.first_blocks.tolist(), singles.seq_lens.tolist(), singles.hidden.tolist()) == ([5], [21], [1])
 
 
-@pytest.mark.skipif(level() == 0, reason="no compiler when pdkv was installed, or a processor without avx2")
+@pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_gets_the_same_bits_alone_and_in_any_chunk_beside_any_others(dtype: torch.dtype) -> None:
     """A prompt of 200 tokens over the same KV, whole and in chunks, one of them of a single token, among decodes."""
