@@ -50,8 +50,9 @@ class Build(build_ext):
 
     def run(self) -> None:
         if self.inplace or self.editable_mode:  # for this host alone
-            cpu = Path("/proc/cpuinfo").read_text()
-            self.extensions = [ext for ext in self.extensions if ext.needs in cpu]
+            cpu = Path("/proc/cpuinfo")
+            flags = cpu.read_text() if cpu.exists() else ""
+            self.extensions = [ext for ext in self.extensions if ext.needs in flags]
         super().run()
 
     def build_extension(self, ext: Extension) -> None:

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 ISA: Final = "PDKV_ISA"
 _LEVELS = ("v2", "v3", "v4", "v4_bf16") if platform.machine() == "x86_64" else ("base",)
 
+_UNLEVELLED: Final = "_block_keys"
+"""The one library that is compiled for any processor of the kind."""
+
 
 @cache
 def _paths() -> list[Path]:
@@ -29,7 +32,7 @@ def _paths() -> list[Path]:
 @cache
 def levels() -> tuple[str, ...]:
     """The levels that this processor has, the highest last; none without compiled kernels."""
-    library = _load("_block_keys", {"pdkv_num_levels": (NUMBER, ())}, ctypes.CDLL)
+    library = _load(_UNLEVELLED, {"pdkv_num_levels": (NUMBER, ())}, ctypes.CDLL)
     return () if library is None else _LEVELS[: library.pdkv_num_levels()]
 
 
@@ -68,7 +71,7 @@ def load_library(name: str, functions: Functions, *, keeps_gil: bool = False) ->
     kind = ctypes.PyDLL if keeps_gil else ctypes.CDLL
     level = isa()
     usable = _LEVELS[: _LEVELS.index(level) + 1] if level else ()
-    for each in (*(f"{name}_{level}" for level in reversed(usable)), name):
+    for each in [name] if name == _UNLEVELLED else [f"{name}_{level}" for level in reversed(usable)]:
         if (library := _load(each, functions, kind)) is not None:
             return library
     return None
