@@ -37,8 +37,8 @@ class DrawArgs(ctypes.Structure):
     """sampler.c's `draws`: what its comments say."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_k", "top_p", "floor", "uniforms")),
-        ("tokens", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_k", "top_p", "floor")),
+        *((name, ctypes.c_void_p) for name in ("seeds", "choices", "positions", "tokens")),
         *((name, ctypes.c_int64) for name in ("n", "vocab_size", "row_stride", "dtype", "num_threads")),
     )
 
@@ -77,7 +77,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _sampler() -> ctypes.CDLL | None:
-    library = load_library("_sampler", {"pdkv_draw": (ctypes.c_int, [ctypes.POINTER(DrawArgs)])})
+    library = load_library("_sampler", {"pdkv_race": (ctypes.c_int, [ctypes.POINTER(DrawArgs)])})
     if library is not None and hasattr(library, "pdkv_mask"):
         library.pdkv_mask.argtypes = [ctypes.POINTER(MaskArgs)]
         library.pdkv_mask.restype = None
@@ -114,7 +114,7 @@ def draw(args: DrawArgs) -> None:
     """
     library = _sampler()
     assert library is not None, "ask can_draw() first"
-    if library.pdkv_draw(ctypes.byref(args)):
+    if library.pdkv_race(ctypes.byref(args)):
         raise MemoryError("no memory to draw tokens")
 
 

@@ -10,8 +10,8 @@
 #include "vectors.h"
 
 #define NUM_BINS 1024
-#define CDF_BLOCK 256  /* tokens per block of the two-level search */
-#define LOWEST -64.0   /* scaled logits below have weight 0 */
+#define BLOCK 64 /* tokens looked at together */
+#define LOWEST -64.0 /* scaled logits below have weight 0 */
 
 /* Rows of logits, and their parameters. */
 typedef struct {
@@ -20,7 +20,7 @@ typedef struct {
     const int64_t *top_k;       /* 0: off */
     const double *top_p;        /* 1: off */
     const double *floor;        /* log(min_p); -inf: off */
-    const double *uniforms;
+    const uint64_t *seeds, *choices, *positions; /* the latter two below 2**32 */
     int64_t *tokens;            /* out */
     int64_t n, vocab_size, row_stride, dtype, num_threads;
 } draws;
@@ -28,7 +28,6 @@ typedef struct {
 /* What a row is worked on in. All have room for whole blocks. */
 typedef struct {
     double *scaled, *weights, *some_scaled, *some_weights;
-    int64_t *sums;
 } scratch;
 
 /* Weights are split into a multiple of 2**(bits - 53) and one of 2**(2 * bits - 106): both add up exactly. */
@@ -75,6 +74,13 @@ INLINE double logit_bfloat16(uint16_t from) {
 }
 
 INLINE double logit_float16(uint16_t from) { return float_of(from); }
+
+INLINE double highest_of(const double *block) {
+    double top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t t = 0; t < BLOCK; t++) top = block[t] > top ? block[t] : top;
+    return top;
+}
 
 /* Bins of equal width: falling values, rising bins. What is beyond the last one is in it, too. */
 typedef struct {
@@ -141,23 +147,72 @@ INLINE double select_floor(const double *values, const double *weights, int64_t 
     }
 }
 
-/* The first token, in id order, at which the cumulated units exceed uniform * total; weights become units in place. */
-INLINE int64_t invert(double *weights, int64_t vocab_size, double uniform, scratch to) {
-    int bits = 0;
-    while (vocab_size >> bits) bits++;
-    const double scale = ldexp(1.0, 62 - bits);
-    int64_t total = 0, block = 0;
-    for (int64_t i = 0; i < vocab_size; i += CDF_BLOCK) {
-        int64_t sum = 0;
-        for (int64_t j = 0; j < CDF_BLOCK; j++) sum += (int64_t)(weights[i + j] * scale);
-        to.sums[i / CDF_BLOCK] = sum;
-        total += sum;
+/* -ln of a positive, normal number. Cephes' rational function; draw.py has the same operations. */
+INLINE double minus_ln(double number) {
+    union { double number; uint64_t bits; } x = {number};
+    const int64_t exponent = (int64_t)(x.bits - 0x3FE6A09E667F3BCD) >> 52; /* the rest is in [sqrt(1/2), sqrt(2)) */
+    x.bits -= (uint64_t)exponent << 52;
+    const double r = x.number - 1.0, rr = r * r, e = (double)exponent;
+    const double p = ((((1.01875663804580931796e-4 * r + 4.97494994976747001425e-1) * r + 4.70579119878881725854e0) * r +
+                       1.44989225341610930846e1) * r + 1.79368678507819816313e1) * r + 7.70838733755885391666e0;
+    const double q = ((((r + 1.12873587189167450590e1) * r + 4.52279145837532221105e1) * r +
+                       8.29875266912776603211e1) * r + 7.11544750618563894466e1) * r + 2.31251620126765340583e1;
+    const double rest = (r * (rr * p / q) - e * 2.121944400546905827679e-4) - 0.5 * rr;
+    return -((r + rest) + e * 0.693359375);
+}
+
+#define ROTATE(x, by) ((x) << (by) | (x) >> (32 - (by)))
+#define ROUND(a, b, c, d, by, and_by) a += b, b = ROTATE(b, by) ^ a, c += d, d = ROTATE(d, and_by) ^ c
+#define ROUNDS(p, q, r, s, t, u, v, w)                                                                                \
+    ROUND(x0, x1, x2, x3, p, q), ROUND(x0, x3, x2, x1, r, s), ROUND(x0, x1, x2, x3, t, u), ROUND(x0, x3, x2, x1, v, w)
+#define ADD_KEY(a, b, c, d, number) x0 += a, x1 += b, x2 += c, x3 += d + number
+
+/* The 32-bit words of BLOCK tokens from `first` on: Threefry4x32 of 13 rounds (randomness.py). */
+INLINE void draw_words(uint32_t *words, int64_t first, uint32_t level, const uint32_t *k) {
+    const uint32_t k0 = k[0], k1 = k[1], k2 = k[2], k3 = k[3], k4 = 0x1BD11BDA ^ k0 ^ k1 ^ k2 ^ k3;
+    for (uint32_t lane = 0; lane < BLOCK / 4; lane++) {
+        uint32_t x0 = (uint32_t)(first / 4) + lane + k0, x1 = level + k1, x2 = k2, x3 = k3;
+        ROUNDS(10, 26, 11, 21, 13, 27, 23, 5), ADD_KEY(k1, k2, k3, k4, 1);
+        ROUNDS(6, 20, 17, 11, 25, 10, 18, 20), ADD_KEY(k2, k3, k4, k0, 2);
+        ROUNDS(10, 26, 11, 21, 13, 27, 23, 5), ADD_KEY(k3, k4, k0, k1, 3);
+        ROUND(x0, x1, x2, x3, 6, 20);
+        words[lane] = x0, words[lane + 16] = x1, words[lane + 32] = x2, words[lane + 48] = x3;
     }
-    int64_t target = (int64_t)(uniform * (double)total);
-    while (target >= to.sums[block]) target -= to.sums[block++];
-    for (int64_t i = block * CDF_BLOCK; i < vocab_size; i++)
-        if ((target -= (int64_t)(weights[i] * scale)) < 0) return i;
-    return vocab_size - 1; /* not reached: target < total */
+}
+
+/* The token of the scaled logits from `floor` on whose -ln u / weight is least, of equals the lowest.
+ *
+ * Few need the logarithm: -ln u >= 1 - u, so one wins only where 1 - u <= least * weight. Of both sides the bits of
+ * floats are compared, which order as the numbers do: the left one's is rounded down, of 24 bits of u, the right one's
+ * up: 2**(n + f) <= 2**n * (1 + f), whose bits are linear in n + f. */
+INLINE int64_t race(const draws *a, int64_t i, double floor, const double *scaled) {
+    const double unit = 1.4426950408889634074 * (1 << 23), bias = 127.0 * (1 << 23) + 64.0; /* some more: to be sure */
+    const uint32_t key[4] = {(uint32_t)a->seeds[i], (uint32_t)(a->seeds[i] >> 32), (uint32_t)a->choices[i],
+                             (uint32_t)a->positions[i]};
+    double least = 37.0; /* more than -ln of the lowest u, which the likeliest token has at most */
+    int64_t winner = -1;
+    for (int64_t first = 0; first < a->vocab_size; first += BLOCK, scaled += BLOCK) {
+        if (!(highest_of(scaled) >= floor)) continue;
+        const double lift = bias - minus_ln(least) * unit;
+        uint32_t words[BLOCK], low_words[BLOCK];
+        int32_t may_win[BLOCK], any = 0;
+        draw_words(words, first, 0, key);
+        for (int64_t t = 0; t < BLOCK; t++) {
+            const double most = scaled[t] * unit + lift;
+            union { float number; int32_t bits; } rest = {(float)(int32_t)(~words[t] >> 8)};
+            may_win[t] = rest.bits - (24 << 23) <= (int32_t)(most > 0.0 ? most : 0.0);
+            any |= may_win[t];
+        }
+        if (!any) continue;
+        draw_words(low_words, first, 1, key);
+        for (int64_t t = 0; t < BLOCK; t++) {
+            if (!may_win[t] || !(scaled[t] >= floor)) continue;
+            const uint64_t bits = (uint64_t)words[t] << 20 | low_words[t] >> 12;
+            const double time = minus_ln(((double)(int64_t)bits + 0.5) * 0x1p-52) / exp_of_double(scaled[t]);
+            if (time < least) least = time, winner = first + t;
+        }
+    }
+    return winner;
 }
 
 /* One token from `to.scaled`, which holds the logits less their maximum, by the temperature. */
@@ -168,23 +223,18 @@ static int64_t draw_scaled(const draws *a, int64_t i, scratch to) {
     double floor = a->floor[i] > LOWEST ? a->floor[i] : LOWEST;
     if (top_k > 0 && top_k < vocab_size)
         floor = select_floor(to.scaled, NULL, vocab_size, floor, span, (double)top_k, 0, by, to);
-    const int64_t room = (vocab_size + CDF_BLOCK - 1) / CDF_BLOCK * CDF_BLOCK;
-    for (int64_t t = vocab_size; t < room; t++) to.scaled[t] = -INFINITY;
-    for (int64_t first = 0; first < room; first += CDF_BLOCK) {
-        double *const weights = to.weights + first, *const scaled = to.scaled + first;
-        double top = -INFINITY;
-#pragma omp simd reduction(max : top)
-        for (int64_t t = 0; t < CDF_BLOCK; t++) top = scaled[t] > top ? scaled[t] : top;
-        if (top >= floor)
-            for (int64_t t = 0; t < CDF_BLOCK; t++) weights[t] = scaled[t] >= floor ? exp_of_double(scaled[t]) : 0.0;
-        else
-            memset(weights, 0, CDF_BLOCK * sizeof *weights);
-    }
+    for (int64_t t = vocab_size; t % BLOCK; t++) to.scaled[t] = -INFINITY;
     if (a->top_p[i] < 1.0) {
+        for (int64_t first = 0; first < vocab_size; first += BLOCK) {
+            double *const weights = to.weights + first, *const scaled = to.scaled + first;
+            if (highest_of(scaled) >= floor)
+                for (int64_t t = 0; t < BLOCK; t++) weights[t] = scaled[t] >= floor ? exp_of_double(scaled[t]) : 0.0;
+            else
+                memset(weights, 0, BLOCK * sizeof *weights);
+        }
         floor = select_floor(to.scaled, to.weights, vocab_size, floor, span, a->top_p[i], 1, by, to);
-        for (int64_t t = 0; t < vocab_size; t++) to.weights[t] = to.scaled[t] >= floor ? to.weights[t] : 0.0;
     }
-    return invert(to.weights, vocab_size, a->uniforms[i], to);
+    return race(a, i, floor, to.scaled);
 }
 
 /* Fill `to.scaled`, and return -1; or the row's token where its largest logit is not finite: the first that is NaN,
@@ -214,15 +264,14 @@ DEFINE_SCALE(bfloat16, uint16_t)
 DEFINE_SCALE(float16, uint16_t)
 
 /* Returns 0; 1: no memory, tokens are undefined. */
-int pdkv_draw(const draws *a) {
-    const int64_t room = (a->vocab_size + CDF_BLOCK - 1) / CDF_BLOCK * CDF_BLOCK;
+int pdkv_race(const draws *a) {
+    const int64_t room = (a->vocab_size + BLOCK - 1) / BLOCK * BLOCK;
     const int num_threads = (int)(a->num_threads < a->n ? a->num_threads : a->n);
     int failed = 0;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        double *memory = aligned_alloc(64, (size_t)(4 * room + room / CDF_BLOCK + 8) / 8 * 64);
-        double *const last = memory + 3 * room;
-        const scratch to = {memory, memory + room, memory + 2 * room, last, (int64_t *)(last + room)};
+        double *memory = aligned_alloc(64, (size_t)(4 * room) * sizeof *memory);
+        const scratch to = {memory, memory + room, memory + 2 * room, memory + 3 * room};
         if (memory == NULL) {
 #pragma omp atomic write
             failed = 1;

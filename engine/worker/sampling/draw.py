@@ -1,4 +1,8 @@
-"""Choose tokens from logits: argmax, or temperature, min-p, top-k, top-p and an inverse CDF at given uniforms.
+"""Choose tokens from logits: argmax, or temperature, min-p, top-k, top-p and an exponential race.
+
+Of the tokens that the filters leave the one is drawn whose -ln(u) / weight is least, where each has a number u of its
+own: each wins in proportion to its weight. Whether a token wins depends on no others but those that are likely, so
+draws from two similar distributions with the same numbers mostly give the same token.
 
 On CPU a compiled kernel draws where it is there, on a GPU Triton's, for which the host does not wait. Both give what
 the torch operations here give, to the bit: all make each number by the same float64 operations, and add up only what
@@ -11,14 +15,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.engine.worker.sampling.randomness import Draws
 from pdkv.kernels import host
 from pdkv.kernels.upload import to_tensor
 
-_CDF_BLOCK = 64  # tokens per block of the two-level search
 _TOP_P_CANDIDATES = 512  # looked at before all are sorted
 _CHUNK_ELEMENTS = 1 << 18  # bounds the float64 temporaries: they stay in the cache
 _EXP_ELEMENTS = 1 << 15  # made at once: a dozen operations, whose temporaries stay in the cache
-_LOWEST = -64.0  # scaled logits below have weight 0: 2**-92, when a unit of the draw is 2**-44
+_LOWEST = -64.0  # scaled logits below have weight 0: with 2**-92 none can win, as the lowest u is 2**-53
+
+
+_LN_P = (
+    *(4.97494994976747001425e-1, 4.70579119878881725854e0, 1.44989225341610930846e1, 1.79368678507819816313e1),
+    7.70838733755885391666e0,
+)
+_LN_Q = (
+    *(4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1, 2.31251620126765340583e1),
+)
+_CLOSE = 1e-3  # more than float32 errs in ln of a time's bound
 
 
 class DrawParams(NamedTuple):
@@ -28,13 +42,13 @@ class DrawParams(NamedTuple):
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
-    uniforms: NDArray[np.float64]
+    seeds: NDArray[np.uint64]  # as in `Draws`, with the next two
+    choices: NDArray[np.uint64]
+    positions: NDArray[np.uint64]
 
     def part(self, rows: slice) -> "DrawParams":
         """The parameters of some of the rows."""
-        return DrawParams(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniforms[rows]
-        )
+        return DrawParams(*(column[rows] for column in self))
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -71,15 +85,17 @@ def _draw_on_device(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.
     """`floor`: (n,) the lowest scaled logit that min-p keeps."""
     from pdkv.kernels.draw_triton import draw_triton  # Triton, which a CPU need not have
 
-    top_k = np.minimum(params.top_k, logits.shape[1])
-    table = np.stack([params.temperature, top_k, params.top_p, floor, params.uniforms])
-    return draw_triton(logits if logits.stride(1) == 1 else logits.contiguous(), to_tensor(table, logits.device))
+    numbers = np.stack([params.temperature, np.minimum(params.top_k, logits.shape[1]), params.top_p, floor])
+    keys = np.stack([params.seeds, params.choices, params.positions]).astype(np.uint64)
+    table = to_tensor(np.concatenate([numbers.view(np.int64), keys.view(np.int64)]), logits.device)
+    has_top_p = bool((params.top_p < 1.0).any())
+    return draw_triton(logits if logits.stride(1) == 1 else logits.contiguous(), table, has_top_p=has_top_p)
 
 
 def _draw_compiled(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.float64]) -> torch.Tensor:
     """`floor`: (n,) the lowest scaled logit that min-p keeps."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    columns = (params.temperature, params.top_k, params.top_p, floor, params.uniforms)
+    columns = (params.temperature, params.top_k, params.top_p, floor, *params[4:])
     kept = [column.copy() for column in columns]  # fields of a table: each has strides of its own
     host.draw(
         host.DrawArgs(
@@ -97,20 +113,17 @@ def _draw_compiled(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.f
 
 def _draw_chunk(logits: torch.Tensor, params: DrawParams, lowest: NDArray[np.float64]) -> torch.Tensor:
     """`lowest`: (n,) the lowest scaled logit that min-p keeps."""
-    table = torch.from_numpy(np.stack([params.temperature, params.top_p, lowest, params.uniforms]))
-    temperature, top_p, floor, uniforms = table.unsqueeze(-1)
+    table = torch.from_numpy(np.stack([params.temperature, params.top_p, lowest]))
+    temperature, top_p, floor = table.unsqueeze(-1)
     scaled = logits.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     best = scaled.amax(dim=-1, keepdim=True)
     scaled.sub_(best).div_(temperature)  # <= 0
-    weights = exp(scaled)
     ranked = (params.top_k > 0) | (params.top_p < 1.0)
-    if ranked.any() or (params.min_p > 0.0).any():
-        if ranked.any():
-            rows: slice | torch.Tensor = slice(None) if ranked.all() else torch.from_numpy(np.flatnonzero(ranked))
-            top_k = params.top_k[ranked]
-            floor[rows] = _ranked_floor(scaled[rows], weights[rows], floor[rows], top_k, top_p[rows])
-        weights.masked_fill_(scaled < floor, 0.0)
-    return torch.where(best.squeeze(-1).isfinite(), _invert_cdf(weights, uniforms), logits.argmax(dim=-1))
+    if ranked.any():
+        rows: slice | torch.Tensor = slice(None) if ranked.all() else torch.from_numpy(np.flatnonzero(ranked))
+        floor[rows] = _ranked_floor(scaled[rows], floor[rows], params.top_k[ranked], top_p[rows])
+    scaled.masked_fill_(scaled < floor, -torch.inf)
+    return torch.where(best.squeeze(-1).isfinite(), _race(scaled, params), logits.argmax(dim=-1))
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
@@ -161,12 +174,12 @@ class _Mass(NamedTuple):
 
 
 def _ranked_floor(
-    scaled: torch.Tensor, weights: torch.Tensor, floor: torch.Tensor, top_k: NDArray[np.int64], top_p: torch.Tensor
+    scaled: torch.Tensor, floor: torch.Tensor, top_k: NDArray[np.int64], top_p: torch.Tensor
 ) -> torch.Tensor:
     """The lowest scaled logit that min-p, top-k and top-p keep, (r, 1).
 
     Args:
-        scaled, weights: (r, vocab) scaled logits and their exponentials.
+        scaled: (r, vocab) scaled logits.
         floor: (r, 1) the lowest that min-p keeps.
         top_k: (r,), 0 = off. top_p: (r, 1), 1 = off.
     """
@@ -179,7 +192,7 @@ def _ranked_floor(
     floor = torch.where(limits > 0, torch.maximum(floor, likeliest.gather(1, (limits - 1).clamp_(min=0))), floor)
     if bool((top_p >= 1.0).all()):
         return floor
-    wanted = top_p * _Mass.of(weights.masked_fill(scaled < floor, 0.0), vocab_size).sum()
+    wanted = top_p * _Mass.of(exp(scaled).masked_fill_(scaled < floor, 0.0), vocab_size).sum()
     likely = exp(likeliest).masked_fill_(likeliest < floor, 0.0)
     mass = _Mass.of(likely, vocab_size)
     if count < vocab_size and bool(((limits <= 0) & (mass.sum() < wanted)).any()):
@@ -201,28 +214,44 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(array, axis=-1)[:, ::-1].copy())
 
 
-def _invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """First token, in id order, at which the cumulated probability exceeds the uniform.
+def _race(scaled: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """The token of each row of scaled logits (n, vocab) whose -ln(u) / weight is least, of equals the lowest, (n,).
 
-    The float64 weights (n, vocab), 1 at the likeliest token, become integers first (truncated to multiples of 2**-44
-    or finer): their sums are exact in any order, so that neither the batch, nor threads, nor the device's way to sum
-    moves a boundary, and a token of weight 0 cannot be drawn.
+    Exact times are made of the few tokens that may win: -ln(u) is at least 1 - u, and the higher bits of u bound that.
     """
-    num_rows, vocab_size = weights.shape
-    num_blocks = -(-vocab_size // _CDF_BLOCK)
-    units = weights.mul_(2.0 ** (62 - vocab_size.bit_length())).long()  # the whole row sums to less than 2**62
-    if vocab_size % _CDF_BLOCK:
-        units = torch.nn.functional.pad(units, (0, num_blocks * _CDF_BLOCK - vocab_size))
-    units = units.view(num_rows, num_blocks, _CDF_BLOCK)
-    sums = units.sum(dim=-1)
-    cumulated = sums.cumsum(dim=-1)
-    total = cumulated[:, -1:]
-    target = (uniforms * total.double()).long()  # < total: at u = 1 - 2**-53 the product rounds to total's predecessor
-    block = torch.searchsorted(cumulated, target, right=True).clamp_(max=num_blocks - 1)
-    rest = target - (cumulated.gather(1, block) - sums.gather(1, block))
-    inside = units.gather(1, block.unsqueeze(-1).expand(-1, -1, _CDF_BLOCK)).squeeze(1).cumsum(dim=-1)
-    token = block * _CDF_BLOCK + torch.searchsorted(inside, rest, right=True)
-    return token.squeeze(-1).clamp_(max=vocab_size - 1)
+    draws = Draws(*params[4:])
+    rest = np.maximum((~draws.leading_words(scaled.shape[1])).astype(np.float32), np.float32(2.0**-22))
+    earliest = torch.from_numpy(rest).mul_(2.0**-32).log_().double().sub_(scaled)  # ln of a bound of the time
+    rows = np.arange(len(scaled))
+    some = _times(scaled, draws, rows, earliest.nan_to_num_(nan=torch.inf).argmin(dim=-1).numpy())
+    rows, tokens = (column.numpy() for column in torch.where(earliest <= some.log().unsqueeze(-1) + _CLOSE))
+    times = _times(scaled, draws, rows, tokens).numpy()
+    order = np.lexsort((tokens, times, rows))
+    _, first = np.unique(rows[order], return_index=True)
+    return torch.from_numpy(tokens[order[first]])
+
+
+def _times(
+    scaled: torch.Tensor, draws: Draws, rows: NDArray[np.int64], tokens: NDArray[np.int64]
+) -> torch.Tensor:
+    """When tokens[i] of row rows[i] arrives, (m,): the first one wins."""
+    return minus_ln(torch.from_numpy(draws.uniforms(rows, tokens))).div_(exp(scaled[rows, tokens]))
+
+
+def minus_ln(x: torch.Tensor) -> torch.Tensor:
+    """-ln of positive, normal float64 by the operations of sampler.c: Cephes' rational function of the mantissa."""
+    bits = x.view(torch.int64)
+    exponent = (bits - 0x3FE6A09E667F3BCD) >> 52  # the rest is in [sqrt(1/2), sqrt(2))
+    r = (bits - (exponent << 52)).view(torch.float64) - 1.0
+    rr, e = r * r, exponent.double()
+    p = torch.full_like(r, 1.01875663804580931796e-4)
+    for number in _LN_P:
+        p.mul_(r).add_(number)
+    q = r + 1.12873587189167450590e1
+    for number in _LN_Q:
+        q.mul_(r).add_(number)
+    rest = (r * (rr * p / q) - e * 2.121944400546905827679e-4) - rr * 0.5
+    return -((r + rest) + e * 0.693359375)
 
 
 def _name(dtype: torch.dtype) -> str:

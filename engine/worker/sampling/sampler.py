@@ -24,7 +24,6 @@ from pdkv.engine.worker.sampling.logit_processors import (
     keep_tokens,
 )
 from pdkv.engine.worker.sampling.logprobs import QueuedLogprobs, queue_logprobs, token_logprobs
-from pdkv.engine.worker.sampling.randomness import uniforms
 from pdkv.kernels import host
 from pdkv.kernels.upload import to_tensor
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
@@ -289,8 +288,8 @@ def _choose(logits: torch.Tensor, rows: NDArray[Any], positions: NDArray[np.inte
 
 
 def _draw_params(rows: NDArray[Any], positions: NDArray[np.integer[Any]]) -> DrawParams:
-    numbers = uniforms(rows["seed"], rows["choice"], positions.astype(np.uint64))
-    return DrawParams(rows["temperature"], rows["top_k"], rows["top_p"], rows["min_p"], numbers)
+    columns = (rows[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice"))
+    return DrawParams(*columns, positions.astype(np.uint64))
 
 
 def _has_no_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
