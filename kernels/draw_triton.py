@@ -1,7 +1,8 @@
 """The draw of a token from each row of logits in Triton, with the tokens of engine/worker/sampling/draw.py to the bit.
 
 Every number is made by the same float64 operations, each rounded (no multiply-add as one instruction), and every sum is
-exact. Where the filters cut is found by bisection over the values that a float32 can have. The host never waits.
+exact. Where the filters cut is found by bisection over the values that a float32 can have. All tokens of a row race in
+as many programs as it has tiles; the first one of each tile enters the last race. The host never waits.
 """
 
 import torch
@@ -45,6 +46,84 @@ def _exp(x: tl.tensor) -> tl.tensor:
     p = ((rr * 1.26177193074810590878e-4 + 3.02994407707441961300e-2) * rr + 9.99999999999999999910e-1) * r
     q = ((rr * 3.00198505138664455042e-6 + 2.52448340349684104192e-3) * rr + 2.27265548208155028766e-1) * rr + 2.0
     return tl.where(x >= -64.0, (p / (q - p) * 2.0 + 1.0) * power, 0.0)
+
+
+@jit()
+def _minus_ln(x: tl.tensor) -> tl.tensor:
+    """-ln of positive, normal float64 by the operations of draw.py."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = (bits - 0x3FE6A09E667F3BCD) >> 52
+    r = (bits - (exponent << 52)).to(tl.float64, bitcast=True) - 1.0
+    rr = r * r
+    e = exponent.to(tl.float64)
+    p = r * 1.01875663804580931796e-4 + 4.97494994976747001425e-1
+    p = (p * r + 4.70579119878881725854e0) * r + 1.44989225341610930846e1
+    p = (p * r + 1.79368678507818819316e1) * r + 7.70838733755885391666e0
+    q = (r + 1.12873587189167450590e1) * r + 4.52279145837532221105e1
+    q = (q * r + 8.29875266912776603211e1) * r + 7.11544750618563894466e1
+    q = q * r + 2.31251620126765340583e1
+    rest = (r * (rr * p / q) - e * 2.121944400546905827679e-4) - rr * 0.5
+    return -((r + rest) + e * 0.693359375)
+
+
+@jit()
+def _mix(a: tl.tensor, b: tl.tensor, BY: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    total = a + b
+    return total, ((b << BY) | (b >> (32 - BY))) ^ total
+
+
+@jit()
+def _rounds(
+    x0: tl.tensor, x1: tl.tensor, x2: tl.tensor, x3: tl.tensor, IS_FIRST: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Four rounds of Threefry: the first four, or the next."""
+    x0, x1 = _mix(x0, x1, 10 if IS_FIRST else 6)
+    x2, x3 = _mix(x2, x3, 26 if IS_FIRST else 20)
+    x0, x3 = _mix(x0, x3, 11 if IS_FIRST else 17)
+    x2, x1 = _mix(x2, x1, 21 if IS_FIRST else 11)
+    x0, x1 = _mix(x0, x1, 13 if IS_FIRST else 25)
+    x2, x3 = _mix(x2, x3, 27 if IS_FIRST else 10)
+    x0, x3 = _mix(x0, x3, 23 if IS_FIRST else 18)
+    x2, x1 = _mix(x2, x1, 5 if IS_FIRST else 20)
+    return x0, x1, x2, x3
+
+
+@jit()
+def _words(
+    counters: tl.tensor, level: tl.tensor, k0: tl.tensor, k1: tl.tensor, k2: tl.tensor, k3: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Threefry4x32-13 (randomness.py), each of its words for each of the counters; all uint32."""
+    k4 = k0 ^ k1 ^ k2 ^ k3 ^ tl.full([], 0x1BD11BDA, tl.uint32)
+    one, two, three = tl.full([], 1, tl.uint32), tl.full([], 2, tl.uint32), tl.full([], 3, tl.uint32)
+    zeros = counters ^ counters
+    x0, x1, x2, x3 = _rounds(counters + k0, zeros + (level + k1), zeros + k2, zeros + k3, True)
+    x0, x1, x2, x3 = _rounds(x0 + k1, x1 + k2, x2 + k3, x3 + (k4 + one), False)
+    x0, x1, x2, x3 = _rounds(x0 + k2, x1 + k3, x2 + k4, x3 + (k0 + two), True)
+    x0, x1 = _mix(x0 + k3, x1 + k4, 6)
+    x2, x3 = _mix(x2 + k0, x3 + (k1 + three), 20)
+    return x0, x1, x2, x3
+
+
+@jit()
+def _enter(
+    least: tl.tensor,
+    winner: tl.tensor,
+    own: tl.tensor,
+    at: tl.tensor,
+    high: tl.tensor,
+    low: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    floor: tl.tensor,
+    vocab_size: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The tokens `at` race against the `winner`s of lower ids, who took `least`."""
+    x = tl.load(own + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32).to(tl.float64)
+    scaled = (x - best) / temperature
+    bits = (high.to(tl.int64) << 20) | (low.to(tl.int64) >> 12)
+    u = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
+    time = tl.where(scaled >= floor, _minus_ln(u) / _exp(scaled), float("inf"))
+    return tl.where(time < least, time, least), tl.where(time < least, at, winner)
 
 
 @jit()
@@ -98,13 +177,12 @@ def _find(
     return _number(low)
 
 
-@jit(do_not_specialize=["first_row", "num_rows", "vocab_size"])
+@jit(do_not_specialize=["num_rows", "vocab_size"])
 def _begin_kernel(
     logits: tl.tensor,
-    table: tl.tensor,  # (5, rows) temperature, top_k, top_p, floor of min-p, uniform
+    table: tl.tensor,  # (4, rows) temperature, top_k, top_p, floor of min-p
     bests: tl.tensor,
     tokens: tl.tensor,
-    first_row: tl.tensor,
     num_rows: tl.tensor,
     vocab_size: tl.tensor,
     stride_row: tl.tensor,
@@ -112,7 +190,7 @@ def _begin_kernel(
     TILE: tl.constexpr,
 ) -> None:
     """Each row's largest logit, and the floor of min-p and top-k; or its token, where no finite one is the largest."""
-    row = first_row + tl.program_id(0)
+    row = tl.program_id(0)
     own = logits + row.to(tl.int64) * stride_row
     lowest = float("-inf")
     best = tl.full([], lowest, tl.float32)
@@ -153,9 +231,9 @@ def _weigh_kernel(
     stride_row: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """What the tokens weigh that min-p and top-k keep, 1 at the likeliest; 0 at the others."""
+    """In rows with top-p: what the tokens weigh that min-p and top-k keep, 1 at the likeliest; 0 at the others."""
     row = first_row + tl.program_id(0)
-    if tl.load(tokens + row) >= 0:
+    if (tl.load(tokens + row) >= 0) | (tl.load(table + 2 * num_rows + row) >= 1.0):
         return
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row.to(tl.int64) * stride_row + at, mask=at < vocab_size, other=0.0).to(tl.float32)
@@ -164,27 +242,8 @@ def _weigh_kernel(
     tl.store(weights + tl.program_id(0).to(tl.int64) * vocab_size + at, weight, mask=at < vocab_size)
 
 
-@jit()
-def _units(
-    logits: tl.tensor,
-    weights: tl.tensor,
-    at: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    floor: tl.tensor,
-    scale: tl.tensor,
-    vocab_size: tl.tensor,
-) -> tl.tensor:
-    """Integer weights of the tokens `at`, 0 where the scaled logit is below `floor`."""
-    weight = tl.load(weights + at, mask=at < vocab_size, other=0.0)
-    if floor > float("-inf"):
-        x = tl.load(logits + at, mask=at < vocab_size, other=0.0).to(tl.float64)
-        weight = tl.where((x - best) / temperature >= floor, weight, 0.0)
-    return (weight * scale).to(tl.int64)
-
-
 @jit(do_not_specialize=["first_row", "num_rows", "vocab_size"])
-def _choose_kernel(
+def _top_p_kernel(
     logits: tl.tensor,
     table: tl.tensor,
     bests: tl.tensor,
@@ -196,72 +255,116 @@ def _choose_kernel(
     stride_row: tl.tensor,
     high_magic: tl.tensor,
     low_magic: tl.tensor,
-    scale: tl.tensor,
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Top-p, and the first token in id order at which the cumulated weight exceeds the uniform's part of it."""
+    """Raise the floor of rows with top-p."""
     row = first_row + tl.program_id(0)
-    if tl.load(tokens + row) >= 0:
+    top_p = tl.load(table + 2 * num_rows + row)
+    if (tl.load(tokens + row) >= 0) | (top_p >= 1.0):
         return
     own = logits + row.to(tl.int64) * stride_row
     weighed = weights + tl.program_id(0).to(tl.int64) * vocab_size
-    temperature = tl.load(table + row)
     best = tl.load(bests + row)
-    top = best.to(tl.float64)
-    floor = tl.full([], float("-inf"), tl.float64)
-    top_p = tl.load(table + 2 * num_rows + row)
-    if top_p < 1.0:
-        high = tl.zeros([], tl.float64)
-        low = tl.zeros([], tl.float64)
-        for start in range(0, vocab_size, TILE):
-            at = start + tl.arange(0, TILE)
-            most, least = _split(tl.load(weighed + at, mask=at < vocab_size, other=0.0), high_magic, low_magic)
-            high += tl.sum(most)
-            low += tl.sum(least)
-        last = _find(own, weighed, best, top_p * (high + low), high_magic, low_magic, vocab_size, True, PIVOTS, TILE)
-        floor = (last - top) / temperature
-    total = tl.zeros([], tl.int64)
+    high = tl.zeros([], tl.float64)
+    low = tl.zeros([], tl.float64)
     for start in range(0, vocab_size, TILE):
         at = start + tl.arange(0, TILE)
-        total += tl.sum(_units(own, weighed, at, top, temperature, floor, scale, vocab_size))
-    target = (tl.load(table + 4 * num_rows + row) * total.to(tl.float64)).to(tl.int64)
-    before = tl.zeros([], tl.int64)
-    token = tl.zeros([], tl.int64)
-    for start in range(0, vocab_size, TILE):
-        at = start + tl.arange(0, TILE)
-        units = _units(own, weighed, at, top, temperature, floor, scale, vocab_size)
-        token += tl.sum((before + tl.cumsum(units, axis=0) <= target).to(tl.int32)).to(tl.int64)
-        before += tl.sum(units)
-    tl.store(tokens + row, token)
+        most, least = _split(tl.load(weighed + at, mask=at < vocab_size, other=0.0), high_magic, low_magic)
+        high += tl.sum(most)
+        low += tl.sum(least)
+    last = _find(own, weighed, best, top_p * (high + low), high_magic, low_magic, vocab_size, True, PIVOTS, TILE)
+    floor = table + 3 * num_rows + row
+    tl.store(floor, tl.maximum(tl.load(floor), (last - best.to(tl.float64)) / tl.load(table + row)))
 
 
-def draw_triton(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+@jit(do_not_specialize=["num_rows", "vocab_size"])
+def _race_kernel(
+    logits: tl.tensor,
+    table: tl.tensor,
+    bests: tl.tensor,
+    tokens: tl.tensor,
+    keys: tl.tensor,  # (3, rows) seed, choice, position
+    times: tl.tensor,  # (rows, tiles) the least of each tile, and whose it is
+    winners: tl.tensor,
+    num_rows: tl.tensor,
+    vocab_size: tl.tensor,
+    stride_row: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    """The race among the tokens of one tile."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    if tl.load(tokens + row) >= 0:
+        return
+    own = logits + row.to(tl.int64) * stride_row
+    best, temperature = tl.load(bests + row).to(tl.float64), tl.load(table + row)
+    floor = tl.load(table + 3 * num_rows + row)
+    seed = tl.load(keys + row)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    k2, k3 = tl.load(keys + num_rows + row).to(tl.uint32), tl.load(keys + 2 * num_rows + row).to(tl.uint32)
+    counters = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+    at = counters // 16 * 64 + counters % 16
+    zero, one = tl.full([], 0, tl.uint32), tl.full([], 1, tl.uint32)
+    high0, high1, high2, high3 = _words(counters.to(tl.uint32), zero, k0, k1, k2, k3)
+    low0, low1, low2, low3 = _words(counters.to(tl.uint32), one, k0, k1, k2, k3)
+    least = tl.full([TILE // 4], float("inf"), tl.float64)
+    winner = at
+    least, winner = _enter(least, winner, own, at, high0, low0, best, temperature, floor, vocab_size)
+    least, winner = _enter(least, winner, own, at + 16, high1, low1, best, temperature, floor, vocab_size)
+    least, winner = _enter(least, winner, own, at + 32, high2, low2, best, temperature, floor, vocab_size)
+    least, winner = _enter(least, winner, own, at + 48, high3, low3, best, temperature, floor, vocab_size)
+    first = tl.min(least)
+    place = row * tl.num_programs(1) + tile
+    tl.store(times + place, first)
+    tl.store(winners + place, tl.min(tl.where(least == first, winner, 2147483647)))
+
+
+@jit(do_not_specialize=["num_tiles"])
+def _finish_kernel(
+    tokens: tl.tensor, times: tl.tensor, winners: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr
+) -> None:
+    """The race among the winners of a row's tiles."""
+    row = tl.program_id(0)
+    if tl.load(tokens + row) >= 0:
+        return
+    tile = tl.arange(0, TILES)
+    time = tl.load(times + row * num_tiles + tile, mask=tile < num_tiles, other=float("inf"))
+    winner = tl.load(winners + row * num_tiles + tile, mask=tile < num_tiles, other=2147483647)
+    tl.store(tokens + row, tl.min(tl.where(time == tl.min(time), winner, 2147483647)).to(tl.int64))
+
+
+def draw_triton(logits: torch.Tensor, table: torch.Tensor, *, has_top_p: bool) -> torch.Tensor:
     """One token per row, (n,) int64, as `draw` in engine/worker/sampling/draw.py says; nothing is copied to the host.
 
     Args:
         logits: (n, vocab) float32, bfloat16 or float16, rows contiguous; left as they are.
-        params: (5, n) float64, contiguous, on the same device: temperature, top_k (0: off; at most vocab), top_p, the
-            lowest scaled logit that min-p keeps, uniform. The fourth row is overwritten.
+        table: (7, n) int64, contiguous, on the same device. Four rows are float64 numbers: temperature, top_k (0: off;
+            at most vocab), top_p, the lowest scaled logit that min-p keeps, which is overwritten; then seed, choice,
+            position.
+        has_top_p: whether a row has one below 1.
     """
     num_rows, vocab_size = logits.shape
     if logits.dtype not in DTYPES or logits.stride(1) != 1:
         raise ValueError(f"logits must be rows of {DTYPES}, got {logits.dtype} with strides {logits.stride()}")
-    if (params.dtype, params.shape, params.is_contiguous()) != (torch.float64, (5, num_rows), True):
-        raise ValueError(f"params must be contiguous float64 {(5, num_rows)}, got {params.dtype} {tuple(params.shape)}")
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    bests = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    rows_per_launch = min(num_rows, max(1, _SCRATCH_ELEMENTS // vocab_size))
-    weights = torch.empty(rows_per_launch * vocab_size, dtype=torch.float64, device=logits.device)
-    bits = vocab_size.bit_length()
-    magic = 1.5 * 2.0 ** (bits - 1), 1.5 * 2.0 ** (2 * bits - 54), 2.0 ** (62 - bits)
-    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-    for first in range(0, num_rows, rows_per_launch):
-        sizes = first, num_rows, vocab_size, logits.stride(0)
-        count = min(rows_per_launch, num_rows - first)
-        state = logits, params, bests, tokens
-        _begin_kernel[(count,)](*state, *sizes, PIVOTS=_PIVOTS, TILE=_TILE, **options)
-        tiles = triton.cdiv(vocab_size, _TILE)
-        _weigh_kernel[(count, tiles)](*state, weights, *sizes, TILE=_TILE, **options)
-        _choose_kernel[(count,)](*state, weights, *sizes, *magic, PIVOTS=_PIVOTS, TILE=_TILE, **options)
+    if (table.dtype, table.shape, table.is_contiguous()) != (torch.int64, (7, num_rows), True):
+        raise ValueError(f"table must be contiguous int64 {(7, num_rows)}, got {table.dtype} {tuple(table.shape)}")
+    device, num_tiles = logits.device, triton.cdiv(vocab_size, _TILE)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    bests = torch.empty(num_rows, dtype=torch.float32, device=device)
+    times = torch.empty(num_rows * num_tiles, dtype=torch.float64, device=device)
+    winners = torch.empty(num_rows * num_tiles, dtype=torch.int32, device=device)
+    sizes, options = (num_rows, vocab_size, logits.stride(0)), {"num_warps": _WARPS, "enable_fp_fusion": False}
+    state = logits, table[:4].view(torch.float64), bests, tokens
+    _begin_kernel[(num_rows,)](*state, *sizes, PIVOTS=_PIVOTS, TILE=_TILE, **options)
+    if has_top_p:
+        rows_per_launch = min(num_rows, max(1, _SCRATCH_ELEMENTS // vocab_size))
+        weights = torch.empty(rows_per_launch * vocab_size, dtype=torch.float64, device=device)
+        bits = vocab_size.bit_length()
+        magic = 1.5 * 2.0 ** (bits - 1), 1.5 * 2.0 ** (2 * bits - 54)
+        for first in range(0, num_rows, rows_per_launch):
+            count = min(rows_per_launch, num_rows - first)
+            _weigh_kernel[(count, num_tiles)](*state, weights, first, *sizes, TILE=_TILE, **options)
+            _top_p_kernel[(count,)](*state, weights, first, *sizes, *magic, PIVOTS=_PIVOTS, TILE=_TILE, **options)
+    _race_kernel[(num_rows, num_tiles)](*state, table[4:], times, winners, *sizes, TILE=_TILE, **options)
+    _finish_kernel[(num_rows,)](tokens, times, winners, num_tiles, TILES=triton.next_power_of_2(num_tiles), **options)
     return tokens

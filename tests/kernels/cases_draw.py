@@ -11,7 +11,7 @@ from pdkv.engine.worker.sampling.draw import DrawParams, draw
 from pdkv.kernels import draw_triton as draw_module
 
 INFINITY = math.inf
-UNIFORMS = [0.0, 0.3, 0.77, 1.0 - 2.0**-53]
+SEEDS = [0, 1 << 63, 2**64 - 1, 0x0123456789ABCDEF]
 FILTERS = {
     "none": (1.0, 0, 1.0, 0.0),
     "top-k": (0.7, 20, 1.0, 0.0),
@@ -29,10 +29,12 @@ FILTERS = {
 
 
 def params_of(count: int) -> DrawParams:
-    """`count` rows that take turns with all filters and uniforms."""
-    rows = [(*list(FILTERS.values())[i % len(FILTERS)], UNIFORMS[i % 5 % len(UNIFORMS)]) for i in range(count)]
-    temperature, top_k, top_p, min_p, uniforms = (np.array(column) for column in zip(*rows, strict=True))
-    return DrawParams(temperature, top_k.astype(np.int64), top_p, min_p, uniforms)
+    """`count` rows that take turns with all filters and seeds; each has a choice and position of its own."""
+    rows = [list(FILTERS.values())[i % len(FILTERS)] for i in range(count)]
+    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
+    index = np.arange(count, dtype=np.uint64)
+    seeds = np.array([SEEDS[i % 5 % len(SEEDS)] for i in range(count)], np.uint64)
+    return DrawParams(temperature, top_k.astype(np.int64), top_p, min_p, seeds, index % 3, 2**32 - 1 - index)
 
 
 def rows_of(vocab_size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -91,6 +93,7 @@ def test_a_device_draws_what_the_cpu_draws(
     assert draw_on(device, logits, params, monkeypatch) == draw(logits, params).tolist()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # tokens of weight 0 arrive never
 def test_a_vocabulary_of_128k(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a wider tensor."""
     if device.type == "cpu":  # fewer programs; a kernel of that size takes minutes to compile
@@ -99,5 +102,7 @@ def test_a_vocabulary_of_128k(device: torch.device, monkeypatch: pytest.MonkeyPa
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(rng.normal(0.0, 3.0, (2, 128_256 + 16)).astype(np.float32))[:, :128_256]
     logits[1] = logits[1].round()
-    params = DrawParams(np.array([1.0, 0.8]), np.array([50, 0]), np.array([0.9, 0.95]), np.zeros(2), rng.random(2))
+    seeds = np.array([5, 2**63], np.uint64)
+    filters = np.array([1.0, 0.8]), np.array([50, 0]), np.array([0.9, 0.95]), np.zeros(2)
+    params = DrawParams(*filters, seeds, np.zeros(2, np.uint64), np.arange(2, dtype=np.uint64))
     assert draw_on(device, logits, params, monkeypatch) == draw(logits, params).tolist()

@@ -29,9 +29,7 @@ _LN_P = (
     *(4.97494994976747001425e-1, 4.70579119878881725854e0, 1.44989225341610930846e1, 1.79368678507819816313e1),
     7.70838733755885391666e0,
 )
-_LN_Q = (
-    *(4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1, 2.31251620126765340583e1),
-)
+_LN_Q = (*(4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1, 2.31251620126765340583e1),)
 _CLOSE = 1e-3  # more than float32 errs in ln of a time's bound
 
 
@@ -231,9 +229,7 @@ def _race(scaled: torch.Tensor, params: DrawParams) -> torch.Tensor:
     return torch.from_numpy(tokens[order[first]])
 
 
-def _times(
-    scaled: torch.Tensor, draws: Draws, rows: NDArray[np.int64], tokens: NDArray[np.int64]
-) -> torch.Tensor:
+def _times(scaled: torch.Tensor, draws: Draws, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> torch.Tensor:
     """When tokens[i] of row rows[i] arrives, (m,): the first one wins."""
     return minus_ln(torch.from_numpy(draws.uniforms(rows, tokens))).div_(exp(scaled[rows, tokens]))
 

@@ -16,16 +16,21 @@ Words = NDArray[np.uint32]
 def threefry4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words, Words, Words]) -> list[Words]:
     """Four words per element, a bijection of the counter under the key; arrays broadcast."""
     keys = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _PARITY]
-    x = [word + own for word, own in zip(counter, keys[:4], strict=True)]
+    x = [word.copy() for word in np.broadcast_arrays(*(word + own for word, own in zip(counter, key, strict=True)))]
+    carried = np.empty_like(x[0])
     for i in range(_ROUNDS):
         others = (1, 3) if i % 2 == 0 else (3, 1)
         for at, other, by in zip((0, 2), others, _ROTATIONS[i % 8], strict=True):
-            x[at] = x[at] + x[other]
-            x[other] = ((x[other] << np.uint32(by)) | (x[other] >> np.uint32(32 - by))) ^ x[at]
+            x[at] += x[other]
+            np.right_shift(x[other], np.uint32(32 - by), out=carried)
+            x[other] <<= np.uint32(by)
+            x[other] |= carried
+            x[other] ^= x[at]
         if i % 4 == 3:
             number = i // 4 + 1
-            x = [word + keys[(j + number) % 5] for j, word in enumerate(x)]
-            x[3] = x[3] + np.uint32(number)
+            for j, word in enumerate(x):
+                word += keys[(j + number) % 5]
+            x[3] += np.uint32(number)
     return x
 
 
@@ -65,5 +70,6 @@ class Draws:
             key = key.reshape(*key.shape, *[1] * counters.ndim)
         zeros = np.zeros(1, np.uint32)
         first, second, third, fourth = key
-        return threefry4x32((counters.astype(np.uint32), zeros + np.uint32(level), zeros, zeros),
-                            (first, second, third, fourth))
+        return threefry4x32(
+            (counters.astype(np.uint32), zeros + np.uint32(level), zeros, zeros), (first, second, third, fourth)
+        )
