@@ -209,7 +209,7 @@ def test_the_draw_compiles_for_a_gpu_as_it_is_written(
     assert "mul.rn.f64" in code["weigh"]
     for constant in (1.26177193074810590878e-4, 2.27265548208155028766e-1, 2.52448340349684104192e-3):
         assert struct.pack(">d", constant).hex() in code["weigh"]
-    for constant in (1.01875663804580931796e-4, 2.31251620126765340583e1, 2.121944400546905827679e-4, 2.0**-52):
+    for constant in (1.01875663804580931796e-4, 2.31251620126765340583e1, 4.52279145837532221105e1):
         assert struct.pack(">d", constant).hex() in code["race"]
 
 

@@ -35,7 +35,7 @@ def threefry4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, W
 
 
 class Draws:
-    """Of rows of logits: each token of each row has a number u in (0, 1), a function of (seed, choice, position, token).
+    """Of rows of logits: each token of each row has a number u in (0, 1), of (seed, choice, position, token) alone.
 
     u is (b + 1/2) / 2**52. The higher 32 bits of b are word t // 16 % 4 of Threefry's under the key (seed's lower and
     higher half, choice, position) at the counter (t // 64 * 16 + t % 16, 0, 0, 0), where t is the token. The lower 20
@@ -65,11 +65,9 @@ class Draws:
 
     def _words(self, counters: NDArray[np.int64], level: int, rows: NDArray[np.int64] | slice) -> list[Words]:
         """Of each counter; of each of them for each row where `rows` is a slice."""
-        key = self._key[:, rows]
+        first, second, third, fourth = self._key[:, rows]
         if isinstance(rows, slice):
-            key = key.reshape(*key.shape, *[1] * counters.ndim)
+            first, second, third, fourth = self._key.reshape(*self._key.shape, *[1] * counters.ndim)
         zeros = np.zeros(1, np.uint32)
-        first, second, third, fourth = key
-        return threefry4x32(
-            (counters.astype(np.uint32), zeros + np.uint32(level), zeros, zeros), (first, second, third, fourth)
-        )
+        counter = counters.astype(np.uint32), zeros + np.uint32(level), zeros, zeros
+        return threefry4x32(counter, (first, second, third, fourth))
