@@ -1,7 +1,7 @@
 """The draw of a seeded token, written a second time: plain Python over float64, token by token.
 
-What a last digit of the logits could change is not clear: a probability within MARGIN of a boundary, a weight whose
-ratio to a filter's bound is within TIE of 1.
+What a last digit of the logits could change is not clear: two tokens that arrive within MARGIN, a probability within
+MARGIN of a boundary, a weight whose ratio to a filter's bound is within TIE of 1.
 """
 
 import math
@@ -17,21 +17,28 @@ MARGIN = 1e-5
 _WORD = 0xFFFFFFFF
 
 
-def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 of Salmon, Moraes, Dror, Shaw (SC'11), on Python's integers."""
-    a, b, c, d = counter
-    low, high = key
-    for _ in range(10):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (second >> 32) ^ b ^ low, second & _WORD, (first >> 32) ^ d ^ high, first & _WORD
-        low, high = (low + 0x9E3779B9) & _WORD, (high + 0xBB67AE85) & _WORD
-    return a, b, c, d
+def threefry4x32_13(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
+    """Threefry4x32-13 of Salmon, Moraes, Dror, Shaw (SC'11), on Python's integers."""
+    keys = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ 0x1BD11BDA]
+    x = [(word + own) & _WORD for word, own in zip(counter, key, strict=True)]
+    rotations = [(10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20)]
+    for i in range(13):
+        for at, by in zip((0, 2), rotations[i % 8], strict=True):
+            other = (at + 1) if i % 2 == 0 else 3 - at
+            x[at] = (x[at] + x[other]) & _WORD
+            x[other] = ((x[other] << by | x[other] >> (32 - by)) & _WORD) ^ x[at]
+        if i % 4 == 3:
+            x = [(word + keys[(j + i // 4 + 1) % 5]) & _WORD for j, word in enumerate(x)]
+            x[3] = (x[3] + i // 4 + 1) & _WORD
+    return tuple(x)
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """The uniform in [0, 1) of one output token: 53 bits of the first two words."""
-    words = philox4x32_10((position & _WORD, position >> 32, choice, 0), (seed & _WORD, (seed % (1 << 64)) >> 32))
-    return ((words[0] >> 5) * (1 << 26) + (words[1] >> 6)) / (1 << 53)
+def uniform(seed: int, choice: int, position: int, token: int) -> float:
+    """The number in (0, 1) of one token at one place: 52 bits, and a half."""
+    key = seed & _WORD, (seed % (1 << 64)) >> 32, choice, position
+    counter = token // 64 * 16 + token % 16
+    high, low = (threefry4x32_13((counter, level, 0, 0), key)[token // 16 % 4] for level in (0, 1))
+    return ((high << 20 | low >> 12) + 0.5) / 2**52
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +66,10 @@ class SeededChooser:
         best = max(scaled)
         weights = {i: math.exp(value - best) for i, value in enumerate(scaled)}
         kept, is_clear = self._filter(weights)
-        total = sum(kept.values())
-        target = uniform(self.seed, self.choice, len(tokens) - num_prompt)
-        cumulated, chosen = 0.0, -1
-        for token_id in sorted(kept):
-            if abs(cumulated / total - target) < MARGIN and cumulated > 0.0:
-                is_clear = False
-            cumulated += kept[token_id]
-            if chosen < 0 and target < cumulated / total:
-                chosen = token_id
-        return Choice(chosen, is_clear)
+        position = len(tokens) - num_prompt
+        times = sorted((-math.log(uniform(self.seed, self.choice, position, i)) / w, i) for i, w in kept.items())
+        first, second = times[0][0], times[1][0] if len(times) > 1 else math.inf
+        return Choice(times[0][1], is_clear and second > first * (1 + MARGIN))
 
     def _scale(self, values: list[float], tokens: Sequence[int], num_prompt: int) -> list[float]:
         """Bias, penalties and temperature."""

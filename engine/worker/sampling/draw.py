@@ -120,8 +120,9 @@ def _draw_chunk(logits: torch.Tensor, params: DrawParams, lowest: NDArray[np.flo
     if ranked.any():
         rows: slice | torch.Tensor = slice(None) if ranked.all() else torch.from_numpy(np.flatnonzero(ranked))
         floor[rows] = _ranked_floor(scaled[rows], floor[rows], params.top_k[ranked], top_p[rows])
-    scaled.masked_fill_(scaled < floor, -torch.inf)
-    return torch.where(best.squeeze(-1).isfinite(), _race(scaled, params), logits.argmax(dim=-1))
+    is_finite = best.isfinite()
+    scaled.masked_fill_(scaled < floor, -torch.inf).masked_fill_(~is_finite, 0.0)
+    return torch.where(is_finite.squeeze(-1), _race(scaled, params), logits.argmax(dim=-1))
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
@@ -221,7 +222,7 @@ def _race(scaled: torch.Tensor, params: DrawParams) -> torch.Tensor:
     rest = np.maximum((~draws.leading_words(scaled.shape[1])).astype(np.float32), np.float32(2.0**-22))
     earliest = torch.from_numpy(rest).mul_(2.0**-32).log_().double().sub_(scaled)  # ln of a bound of the time
     rows = np.arange(len(scaled))
-    some = _times(scaled, draws, rows, earliest.nan_to_num_(nan=torch.inf).argmin(dim=-1).numpy())
+    some = _times(scaled, draws, rows, earliest.argmin(dim=-1).numpy())
     rows, tokens = (column.numpy() for column in torch.where(earliest <= some.log().unsqueeze(-1) + _CLOSE))
     times = _times(scaled, draws, rows, tokens).numpy()
     order = np.lexsort((tokens, times, rows))
