@@ -303,6 +303,7 @@ class Dispatcher(Listener):
         route = generation.flow.route
         one: tuple[Side, ...] = ("decode",) if engine == route.decode else ("prefill",)
         sides = self.recovery.sides_needed(generation) if route.aggregated else one
+        self.recovery.note_draws(generation)
         without = {*self.recovery.excluded(generation), engine}
         return all(self._routes.can_go_on(side, self._clock(), without) for side in sides)
 

@@ -29,6 +29,9 @@ class FailureRecord:
     num_deaths_alone: int = 0  # those that died while they ran nothing else
     clear_at: int = 0  # output tokens at which it is no suspect any more; 0: it is none
     spared: bool = False  # the next loss does not count: nothing is wrong with it, or what is wrong is yet to be found
+    draws: int = (
+        0  # version of the draws that its output is made of, where others would end it otherwise; 0: none would
+    )
     error: PdkvError | None = None  # what happened last
 
     @property

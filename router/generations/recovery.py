@@ -111,6 +111,7 @@ class Recovery:
         failures.num_retries += not (migrates or spared)
         failures.spared = False
         failures.error = flow.failure
+        self.note_draws(generation)
         epoch = self._epoch(flow.failed_engine or "")
         # An engine that died may be back unharmed; one that was left may get well.
         if flow.failed_engine and epoch and not isinstance(flow.failure, EngineDied | EngineGivenUp):
@@ -133,9 +134,19 @@ class Recovery:
         names |= {name for name, epoch in failures.left.items() if self._epoch(name) == epoch and self._is_left(name)}
         if failures.leaving:
             names.add(failures.leaving)
+        cards = self._fleet.cards() if failures.draws else ()
+        names.update(card.engine for card in cards if card.draws != failures.draws)
         if failures.is_suspect:
             names.update(self.trials.engines_with_others(generation))
         return names
+
+    def note_draws(self, generation: Generation) -> None:
+        """It migrates, if it does: where tokens are sampled, to an engine whose draws have the same version."""
+        flow = generation.flow
+        engine = self._fleet.engines.get(flow.route.decode or flow.route.prefill)
+        if flow.output_token_ids and not flow.request.params.greedy and engine is not None and engine.card is not None:
+            failures = self._failures_of(generation)
+            failures.draws = failures.draws or engine.card.draws
 
     # --- requests that kill engines -----------------------------------------------------------------------------------
 
@@ -209,7 +220,9 @@ class Recovery:
             if engine.life != "ready":
                 yield not engine.refused
             elif engine.card is not None:
-                yield failures.failed.get(engine.name) != engine.card.epoch and engine.name not in short
+                is_equal = failures.draws in (0, engine.card.draws)
+                has_room = engine.name not in short
+                yield is_equal and has_room and failures.failed.get(engine.name) != engine.card.epoch
 
     def park(self, generation: Generation) -> None:
         """It waits until an engine comes, or for its deadline."""
@@ -232,7 +245,7 @@ class Recovery:
         if failures is None:
             return flow.awaits_decode, flow.route.prefill, short
         failed, left = (tuple(sorted(names.items())) for names in (failures.failed, failures.left))
-        return flow.awaits_decode, flow.route.prefill, short, failures.is_suspect, failed, left
+        return flow.awaits_decode, flow.route.prefill, short, failures.is_suspect, failed, left, failures.draws
 
     def parked(self) -> list[Generation]:
         """Those that wait, in order."""

@@ -39,6 +39,7 @@ from pdkv.models.parallel import ALONE, DeviceRanks, TensorParallel, join_ranks
 from pdkv.models.parallel_symmetric import over_symmetric_memory
 from pdkv.models.shard import Shard
 from pdkv.sampling.logits_processors import ModelInfo, ProcessorSet
+from pdkv.sampling.params import DRAWS
 from pdkv.wire.kv import EngineCard, KVLayout
 
 CPU_STEP_TOKENS = 2048
@@ -394,6 +395,7 @@ def _connect(
         version=VERSION,
         wire_versions=known.wire_versions if plan.connector is not None else {},
         kv_checksum=plan.handoff.kv_checksum if plan.connector is not None else "off",
+        draws=DRAWS,
     )
     model = plan.model
 

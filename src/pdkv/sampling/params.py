@@ -25,6 +25,11 @@ step (as in vLLM). A bad word may be two, see `pdkv.text.bad_words`.
 MAX_TEXT_BYTES = 4096
 """UTF-8 of all of one request's stop strings: an automaton has a state per character; and of its bad words."""
 
+DRAWS = 2
+"""Version of what is drawn with a seed. It rises with each change of that, also by last digits: a sampled stream does not
+migrate between engines of unequal ones. Version 1 inverted the distribution's CDF, 2 is an exponential race.
+"""
+
 GREEDY_BELOW = 1e-5
 """Lower temperatures are 0: vLLM's _SAMPLING_EPS."""
 

@@ -172,6 +172,7 @@ class EngineCard(Message, frozen=True):
     wire_versions: Annotated[dict[Id, Natural], Meta(max_length=64)] = {}  # of each connector in it: KVConnector's
     kv_checksum: ChecksumMode = "off"  # which of its hand-offs have digests
     lends: bool = False  # it hands off what it has cached, and reads what others do (docs/kv-hierarchy.md)
+    draws: Natural = 1  # version of its draws: those of equal ones draw the same tokens with the same seed
 
 
 class KVHandoff(Message, frozen=True):

@@ -6,6 +6,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
+import msgspec
 import pytest
 from coroutines import clock
 from dispatch_rig import PoisonedBackend, System, check_right, collect, live, until
@@ -24,7 +25,7 @@ from pdkv.errors import (
 from pdkv.router.generations.generation import Generation
 from pdkv.router.request import GenerateRequest
 from pdkv.testing import VirtualLoop
-from pdkv.wire.kv import Order
+from pdkv.wire.kv import EngineCard, Order
 from pdkv.wire.messages import Abort, Beat, Failed, Loaded, Release, Submit
 from pdkv.wire.reports import SourceCounts
 
@@ -337,6 +338,39 @@ async def test_an_engine_that_was_left_may_be_asked_again_when_it_is_well(why: s
         await until(lambda: generation.decode_engine == left)
         go_on()
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+
+class UnequalDraws(System):
+    """decode-1 draws with another version than all others."""
+
+    def card(self, name: str, **changes: Any) -> EngineCard:
+        return super().card(name, draws=1 if name == "decode-1" else 2, **changes)
+
+
+@pytest.mark.parametrize("how", ["death", "move"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+async def test_only_greedy_streams_migrate_to_an_engine_that_draws_otherwise(temperature: float, how: str) -> None:
+    async with live(UnequalDraws(1, 2)) as system:
+        dispatcher, request = system.dispatcher, long_request()
+        params = msgspec.structs.replace(request.params, temperature=temperature)
+        request = msgspec.structs.replace(request, params=params)
+        dispatcher.fleet.engines["decode-1"].draining = True
+        go_on = stop_where(system, lambda task: len(task.output) >= 3)
+        generation = dispatcher.start(request)
+        await until(lambda: len(generation.flow.output_token_ids) == 3 and generation.decode_engine == "decode-0")
+        dispatcher.fleet.engines["decode-1"].draining = False
+        if how == "move":
+            assert dispatcher.move(generation, "slow", away_from="decode-0") == (temperature == 0.0)
+        else:
+            system.backends["decode-0"].die()
+            await until(lambda: generation.decode_engine == "decode-1" or dispatcher.num_parked == 1)
+        assert dispatcher.num_parked == (how == "death" and temperature > 0.0)
+        go_on()
+        if dispatcher.num_parked:
+            system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))  # back, and draws as it did
+        expected = "decode-1" if temperature == 0.0 else "decode-0"
+        await until(lambda: generation.decode_engine == expected)
+        assert (await collect(generation))[0] == expected_output(request)
 
 
 # --- nothing there ----------------------------------------------------------------------------------------------------
