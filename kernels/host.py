@@ -52,6 +52,16 @@ class MaskArgs(ctypes.Structure):
     )
 
 
+class PenaltyArgs(ctypes.Structure):
+    """sampler.c's `penalties`: what its comments say."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "counts", "rows", "places")),
+        *((name, ctypes.c_void_p) for name in ("repetition", "presence", "frequency")),
+        *((name, ctypes.c_int64) for name in ("n", "vocab_size", "row_stride", "num_threads")),
+    )
+
+
 class Rows(NamedTuple):
     """What one piece of a copy is, on both sides: `outer` x `inner` rows; strides and sizes in bytes."""
 
@@ -77,11 +87,12 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _sampler() -> ctypes.CDLL | None:
-    library = load_library("_sampler", {"pdkv_race": (ctypes.c_int, [ctypes.POINTER(DrawArgs)])})
-    if library is not None and hasattr(library, "pdkv_mask"):
-        library.pdkv_mask.argtypes = [ctypes.POINTER(MaskArgs)]
-        library.pdkv_mask.restype = None
-    return library
+    functions = {
+        "pdkv_race": (ctypes.c_int, [ctypes.POINTER(DrawArgs)]),
+        "pdkv_mask": (None, [ctypes.POINTER(MaskArgs)]),
+        "pdkv_penalize": (None, [ctypes.POINTER(PenaltyArgs)]),
+    }
+    return load_library("_sampler", functions)
 
 
 def available() -> bool:
@@ -90,20 +101,22 @@ def available() -> bool:
 
 
 def can_draw() -> bool:
-    """Whether the draw is there. Import torch first: it shares its OpenMP threads."""
+    """Whether the draw, masks and penalties are there. Import torch first: they share its OpenMP threads."""
     return _sampler() is not None
-
-
-def can_mask() -> bool:
-    """Whether the masks are there. Import torch first, as for the draw."""
-    return hasattr(_sampler(), "pdkv_mask")
 
 
 def mask(args: MaskArgs) -> None:
     """Forbid tokens in rows of float32 logits, as `apply_masks` does; pointers must stay valid meanwhile."""
     library = _sampler()
-    assert library is not None, "ask can_mask() first"
+    assert library is not None, "ask can_draw() first"
     library.pdkv_mask(ctypes.byref(args))
+
+
+def penalize(args: PenaltyArgs) -> None:
+    """Lower what was seen in rows of float32 logits, as engine/worker/sampling/penalties.py says."""
+    library = _sampler()
+    assert library is not None, "ask can_draw() first"
+    library.pdkv_penalize(ctypes.byref(args))
 
 
 def draw(args: DrawArgs) -> None:

@@ -317,3 +317,36 @@ void pdkv_mask(const masks *a) {
             if (!(words[num_full] >> t % 32 & 1)) logits[t] = -INFINITY;
     }
 }
+
+/* Rows of float32 logits, and what their requests have seen. */
+typedef struct {
+    float *logits;                               /* (.., row_stride), of which vocab_size are a row's */
+    const int32_t *counts;                       /* (.., vocab_size): 2 * in the output + in the prompt */
+    const int64_t *rows, *places;                /* (n,): of the logits, of the counts */
+    const float *repetition, *presence, *frequency; /* (n,) */
+    int64_t n, vocab_size, row_stride, num_threads;
+} penalties;
+
+FOR_EACH_CPU static void penalize_row(const penalties *a, int64_t i) {
+    const float repetition = a->repetition[i], presence = a->presence[i], frequency = a->frequency[i];
+    for (int64_t first = 0; first < a->vocab_size; first += BLOCK) {
+        float *const logits = a->logits + a->rows[i] * a->row_stride + first;
+        const int32_t *const counts = a->counts + a->places[i] * a->vocab_size + first;
+        const int64_t size = a->vocab_size - first < BLOCK ? a->vocab_size - first : BLOCK;
+        int32_t any = 0;
+        for (int64_t t = 0; t < size; t++) any |= counts[t];
+        if (!any) continue;
+        for (int64_t t = 0; t < size; t++) {
+            const float x = logits[t], repeated = x > 0.0f ? x / repetition : x * repetition;
+            const int32_t count = counts[t] >> 1;
+            logits[t] = ((counts[t] ? repeated : x) - frequency * (float)count) - (count ? presence : 0.0f);
+        }
+    }
+}
+
+/* Lowers the logits of what was seen. */
+void pdkv_penalize(const penalties *a) {
+    const int num_threads = (int)(a->num_threads < a->n ? a->num_threads : a->n);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t i = 0; i < a->n; i++) penalize_row(a, i);
+}

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: masks, allowed and forbidden tokens, logit bias, penalties.
+"""What changes logits before a token is chosen, beside penalties: masks, allowed and forbidden tokens, logit bias.
 
 All work in place on float32 logits (n, vocab), for the rows that need them, at a cost independent of their number, and
 without a wait for a device.
@@ -14,18 +14,6 @@ from numpy.typing import NDArray
 from pdkv.grammar.matching.vocabulary import WORD_BITS
 from pdkv.kernels import host
 from pdkv.kernels.upload import to_tensor
-
-
-class PenaltyRows(NamedTuple):
-    """The rows that have penalties, m of them, and the tokens that they have seen."""
-
-    rows: NDArray[np.int64]  # (m,) row of the logits
-    token_ids: NDArray[np.int32]  # (m, longest) prompt + output, padded with anything
-    num_prompt: NDArray[np.int64]  # (m,)
-    num_tokens: NDArray[np.int64]  # (m,) prompt + output
-    repetition: NDArray[np.float64]  # (m,)
-    presence: NDArray[np.float64]  # (m,)
-    frequency: NDArray[np.float64]  # (m,)
 
 
 class TokenMasks(NamedTuple):
@@ -45,7 +33,7 @@ def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
         raise ValueError(
             f"bits must be int32 of shape {(len(rows), num_words)}, got {bits.dtype} of {tuple(bits.shape)}"
         )
-    if logits.is_cpu and host.can_mask():
+    if logits.is_cpu and host.can_draw():
         assert logits.is_contiguous()
         assert bits.is_contiguous()
         pointers = logits.data_ptr(), rows.ctypes.data, bits.data_ptr()
@@ -125,52 +113,6 @@ def add_bias(
     """Add biases[i] to the (distinct) tokens token_ids[i] of row rows[i]."""
     values = to_tensor(np.concatenate(biases), logits.device)
     logits.view(-1).index_add_(0, _flat_indices(logits, rows, token_ids), values)
-
-
-def apply_penalties(logits: torch.Tensor, penalties: PenaltyRows) -> None:
-    """Repetition over prompt and output, then presence and frequency over the output, as vLLM defines them.
-
-    Repetition divides a positive logit and multiplies another one; frequency is subtracted once per occurrence,
-    presence once. Only the tokens seen are touched, and nothing as large as the vocabulary is made.
-    """
-    columns = np.arange(penalties.token_ids.shape[1])
-    known = columns < penalties.num_tokens[:, None]
-    flat = penalties.token_ids + (penalties.rows * logits.shape[1])[:, None]  # (m, longest) int64
-    repeating = penalties.repetition != 1.0
-    if repeating.any():
-        seen = known & repeating[:, None]
-        repetition = np.repeat(penalties.repetition, seen.sum(1))
-        _repeat(logits.view(-1), flat[seen], repetition)
-    counting = (penalties.presence != 0.0) | (penalties.frequency != 0.0)
-    if counting.any():
-        counted = known & (columns >= penalties.num_prompt[:, None]) & counting[:, None]
-        tokens, counts = np.unique(flat[counted], return_counts=True)
-        of_row = np.zeros(logits.shape[0], np.int64)
-        of_row[penalties.rows] = np.arange(len(penalties.rows))
-        own = of_row[tokens // logits.shape[1]]
-        _subtract(logits.view(-1), tokens, counts, penalties.frequency[own], penalties.presence[own])
-
-
-def _repeat(flat: torch.Tensor, tokens: NDArray[np.int64], repetition: NDArray[np.float64]) -> None:
-    """Each occurrence of a token writes the same new value."""
-    index = to_tensor(tokens, flat.device)
-    penalty = to_tensor(repetition.astype(np.float32), flat.device)
-    values = flat.index_select(0, index)
-    flat.scatter_(0, index, torch.where(values > 0, values / penalty, values * penalty))
-
-
-def _subtract(
-    flat: torch.Tensor,
-    tokens: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    frequency: NDArray[np.float64],
-    presence: NDArray[np.float64],
-) -> None:
-    """`tokens` are distinct."""
-    index = to_tensor(tokens, flat.device)
-    table = to_tensor(np.stack([counts, frequency, presence]).astype(np.float32), flat.device)
-    values = flat.index_select(0, index)
-    flat.scatter_(0, index, values.sub_(table[1] * table[0]).sub_(table[2]))
 
 
 def _flat_indices(

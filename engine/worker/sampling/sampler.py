@@ -14,16 +14,15 @@ from pdkv.engine.worker.sampling.custom import CustomProcessors
 from pdkv.engine.worker.sampling.draw import DrawParams, argmax, draw
 from pdkv.engine.worker.sampling.logit_processors import (
     BadWords,
-    PenaltyRows,
     TokenMasks,
     add_bias,
     apply_masks,
-    apply_penalties,
     forbid_bad_words,
     forbid_tokens,
     keep_tokens,
 )
 from pdkv.engine.worker.sampling.logprobs import QueuedLogprobs, queue_logprobs, token_logprobs
+from pdkv.engine.worker.sampling.penalties import TokenCounts
 from pdkv.kernels import host
 from pdkv.kernels.upload import to_tensor
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
@@ -47,7 +46,7 @@ _ROW = np.dtype(
         ("custom", np.bool_),
         ("plain", np.bool_),  # logits stay as they are, and nobody asks for logprobs
         ("penalized", np.bool_),
-        ("looks_back", np.bool_),  # at the tokens before the one to draw
+        ("looks_back", np.bool_),  # at the tokens before the one to draw, on the host
         ("repetition", np.float64),
         ("presence", np.float64),
         ("frequency", np.float64),
@@ -81,6 +80,7 @@ class SamplingState:
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # by slot: token ids, biases
         self._allowed: dict[int, NDArray[np.int64]] = {}  # by slot: token ids
         self._bad_words: dict[int, BadWords] = {}  # by slot
+        self._counts = TokenCounts(max_num_seqs, vocab_size)  # of requests with penalties
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Take a request's parameters into `slot`, replacing what was there. Where they cannot be served no token is
@@ -111,7 +111,7 @@ class SamplingState:
         row["has_bad_words"] = bool(params.bad_words_token_ids)
         row["custom"] = bool(params.logits_processors) and self._custom.add(slot, request)
         row["penalized"] = params.needs_penalties
-        row["looks_back"] = row["penalized"] | row["has_bad_words"] | row["custom"]
+        row["looks_back"] = row["has_bad_words"] | row["custom"]
         row["repetition"] = params.repetition_penalty
         row["presence"] = params.presence_penalty
         row["frequency"] = params.frequency_penalty
@@ -137,6 +137,7 @@ class SamplingState:
         self._allowed.pop(slot, None)
         self._bad_words.pop(slot, None)
         self._custom.remove(slot)
+        self._counts.forget(slot)
 
     def choose(
         self,
@@ -182,6 +183,19 @@ class SamplingState:
         processed = self._process(logits, rows, slots, token_ids, num_tokens, masks)
         tokens = _choose(processed, rows, num_tokens - rows["num_prompt"])
         return tokens if processed is logits else tokens.masked_fill(_has_no_choice(logits, processed, tokens), -1)
+
+    def count(
+        self, slots: NDArray[np.integer[Any]], num_tokens: NDArray[np.integer[Any]], tokens: torch.Tensor
+    ) -> None:
+        """Take note of what `draw` gave for distinct slots, arguments as there, where the host does not know it before
+        the next draw.
+        """
+        penalized = np.flatnonzero(self._table["penalized"][slots])
+        if penalized.size:
+            own = (
+                tokens if penalized.size == len(slots) else tokens.index_select(0, to_tensor(penalized, tokens.device))
+            )
+            self._counts.add(slots[penalized], num_tokens[penalized], own)
 
     def looks_back(self, slots: NDArray[np.integer[Any]]) -> bool:
         """Whether a draw in one of those slots needs the tokens before it on the host."""
@@ -261,14 +275,7 @@ class SamplingState:
             self.failures = self._custom.apply(logits, custom, slots[custom], token_ids, num_prompt, num_tokens[custom])
         if penalized.size:
             lengths = num_tokens[penalized].astype(np.int64)
-            own = rows[penalized]
-            known = token_ids[slots[penalized], : lengths.max()]
-            apply_penalties(
-                logits,
-                PenaltyRows(
-                    penalized, known, own["num_prompt"], lengths, own["repetition"], own["presence"], own["frequency"]
-                ),
-            )
+            self._counts.penalize(logits, penalized, slots[penalized], token_ids, lengths, rows[penalized])
         return logits
 
 

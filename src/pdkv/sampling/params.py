@@ -26,8 +26,8 @@ MAX_TEXT_BYTES = 4096
 """UTF-8 of all of one request's stop strings: an automaton has a state per character; and of its bad words."""
 
 DRAWS = 2
-"""Version of what is drawn with a seed. It rises with each change of that, also by last digits: a sampled stream does not
-migrate between engines of unequal ones. Version 1 inverted the distribution's CDF, 2 is an exponential race.
+"""Version of what is drawn with a seed. It rises with each change of that, if only of last digits: a sampled stream
+does not migrate between engines of unequal ones. Version 1 inverted the distribution's CDF, 2 is an exponential race.
 """
 
 GREEDY_BELOW = 1e-5

@@ -9,11 +9,9 @@ from no_sync import DeviceTensors
 
 from pdkv.engine.worker.sampling.logit_processors import (
     BadWords,
-    PenaltyRows,
     TokenMasks,
     add_bias,
     apply_masks,
-    apply_penalties,
     forbid_bad_words,
     forbid_tokens,
     keep_tokens,
@@ -24,14 +22,10 @@ ROWS = np.array([1, 3])
 IDS = [np.array([2, 69]), np.array([5])]
 WORDS = torch.from_numpy(np.random.default_rng(1).integers(-(2**31), 2**31, (4, 3), dtype=np.int32))
 KNOWN = np.array([[4, 5, 6, 5, 6], [9, 9, 8, 0, 0]], np.int32)
-PENALTIES = PenaltyRows(
-    ROWS, KNOWN, np.array([1, 1]), np.array([5, 3]), np.array([1.3, 1.0]), np.array([0.5, 0.0]), np.array([0.1, -0.2])
-)
 PROCESSORS: dict[str, Callable[[torch.Tensor], None]] = {
     "forbid": lambda logits: forbid_tokens(logits, ROWS, IDS),
     "keep": lambda logits: keep_tokens(logits, ROWS, IDS),
     "bias": lambda logits: add_bias(logits, ROWS, IDS, [np.array([1.5, -2.0], np.float32), np.ones(1, np.float32)]),
-    "penalties": lambda logits: apply_penalties(logits, PENALTIES),
     "bad words": lambda logits: forbid_bad_words(
         logits, ROWS, [BadWords([[6, 7], [1]]), BadWords([[8, 3]])], KNOWN, np.array([5, 3]), np.array([1, 1])
     ),

@@ -431,7 +431,7 @@ def test_masks_touch_only_their_rows_and_forbid_only_their_tokens(
 ) -> None:
     """Rows that allow nearly all, nearly nothing, one of two, all, and none."""
     if not compiled:
-        monkeypatch.setattr(host, "can_mask", lambda: False)
+        monkeypatch.setattr(host, "can_draw", lambda: False)
     rng = np.random.default_rng(vocab_size)
     logits = torch.from_numpy(rng.normal(size=(12, vocab_size)).astype(np.float32))
     chances = np.repeat([0.98, 0.02, 0.5, 1.0, 0.0], 2)

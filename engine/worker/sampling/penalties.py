@@ -1,0 +1,136 @@
+"""Presence, frequency and repetition penalties, at a cost that does not depend on how long a text is.
+
+A table on the logits' device says what each slot's request has seen. It is made from the prompt and the output once,
+where a request draws for the first time; then each token is counted as it is drawn, where it is drawn. So no step
+waits for the host to know a token.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdkv.kernels import host
+from pdkv.kernels.upload import to_tensor
+
+_CHUNK_ELEMENTS = 1 << 24  # bounds what is made beside the logits on a device
+
+
+class TokenCounts:
+    """Of each slot and token, int32: twice how often the output has it, and 1 more where the prompt has it.
+
+    Made with the first request that has penalties, of 4 x max_num_seqs x vocab bytes; a CPU's memory is taken only for
+    the slots that such requests have had. Guesses at tokens to come are never in it: nothing has to be taken back where
+    they were wrong.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._shape = max_num_seqs, vocab_size
+        self._table: torch.Tensor | None = None
+        self._counted = np.zeros(max_num_seqs, np.int64)  # of each slot's tokens, prompt and output
+
+    def forget(self, slot: int) -> None:
+        """The slot is another request's now."""
+        self._counted[slot] = 0
+
+    def add(self, slots: NDArray[np.integer[Any]], num_tokens: NDArray[np.integer[Any]], tokens: torch.Tensor) -> None:
+        """Count what was drawn behind num_tokens[i] tokens of slots[i], (n,) int64 on the device; distinct slots that
+        were drawn for before. A negative token, of a request that has no choice, counts nothing.
+        """
+        assert self._table is not None
+        index = to_tensor(slots * self._shape[1], tokens.device) + tokens.clamp(min=0)
+        self._table.view(-1).index_add_(0, index, (tokens >= 0).int() * 2)
+        self._counted[slots] = num_tokens + 1
+
+    def penalize(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int64],
+        slots: NDArray[np.integer[Any]],
+        token_ids: NDArray[np.int32],
+        num_tokens: NDArray[np.int64],
+        params: NDArray[Any],
+    ) -> None:
+        """Repetition over prompt and output, then presence and frequency over the output, as vLLM defines them.
+
+        Repetition divides a positive logit and multiplies another one; frequency is subtracted once per occurrence,
+        presence once. Works in place on float32 logits (n, vocab), without a wait for the device.
+
+        Args:
+            rows: (m,) rows of the logits. The other arguments are theirs, but for token_ids: (max_num_seqs, length)
+                prompt + output of each slot, where what `add` has counted may be missing.
+            slots, num_tokens: (m,) a slot's rows stand together, those with guesses behind the one without.
+            params: (m,) with num_prompt, repetition, presence, frequency.
+        """
+        if self._table is None:
+            self._table = torch.zeros(self._shape, dtype=torch.int32, device=logits.device)
+        own, first, of_row = np.unique(slots, return_index=True, return_inverse=True)
+        known = num_tokens[first]
+        self._catch_up(self._table, own, known, token_ids, params["num_prompt"][first])
+        counts, places, num_guesses = self._table, slots.astype(np.int64), num_tokens - known[of_row]
+        if num_guesses.any():
+            counts = counts.index_select(0, to_tensor(places, logits.device))
+            at, index = _ranges(known[of_row], num_guesses)
+            guesses = index * self._shape[1] + token_ids[slots[index], at]
+            counts.view(-1).index_add_(0, *_twos(guesses, logits.device))
+            places = np.arange(len(rows))
+        penalties = np.stack([params[name] for name in ("repetition", "presence", "frequency")]).astype(np.float32)
+        if logits.is_cpu and host.can_draw():
+            pointers = (x.ctypes.data for x in (rows, places, *penalties))
+            sizes = len(rows), logits.shape[1], logits.stride(0), torch.get_num_threads()
+            host.penalize(host.PenaltyArgs(logits.data_ptr(), counts.data_ptr(), *pointers, *sizes))
+            return
+        index, table = to_tensor(np.stack([rows, places]), logits.device), to_tensor(penalties, logits.device)
+        size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+        for i in range(0, len(rows), size):
+            _penalize(logits, counts, index[:, i : i + size], table[:, i : i + size].unsqueeze(-1))
+
+    def _catch_up(
+        self,
+        table: torch.Tensor,
+        slots: NDArray[np.integer[Any]],
+        num_tokens: NDArray[np.int64],
+        token_ids: NDArray[np.int32],
+        num_prompt: NDArray[np.int64],
+    ) -> None:
+        """Count all of the first num_tokens[i] tokens of slots[i], which are distinct. Where more were counted, as what
+        was drawn behind is drawn again, it is begun anew.
+        """
+        self._counted[slots[self._counted[slots] > num_tokens]] = 0
+        start = self._counted[slots]
+        if (start == num_tokens).all():
+            return
+        if (start == 0).any():
+            table.index_fill_(0, to_tensor(slots[start == 0].astype(np.int64), table.device), 0)
+        at, of = _ranges(start, num_tokens - start)
+        index, is_prompt = slots[of] * self._shape[1] + token_ids[slots[of], at], at < num_prompt[of]
+        if is_prompt.any():
+            table.view(-1).index_fill_(0, to_tensor(index[is_prompt], table.device), 1)
+        table.view(-1).index_add_(0, *_twos(index[~is_prompt], table.device))
+        self._counted[slots] = num_tokens
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The numbers of all [starts[i], starts[i] + lengths[i]), one after the other, and the i of each."""
+    of = np.repeat(np.arange(len(starts)), lengths)
+    return np.arange(len(of)) + (starts - np.cumsum(lengths) + lengths)[of], of
+
+
+def _twos(index: NDArray[np.int64], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    there = to_tensor(index, device)
+    return there, torch.full_like(there, 2, dtype=torch.int32)
+
+
+def _penalize(logits: torch.Tensor, counts: torch.Tensor, index: torch.Tensor, penalties: torch.Tensor) -> None:
+    """What sampler.c does in `penalize_row`.
+
+    Args:
+        index: (2, m) rows of the logits, rows of the counts. penalties: (3, m, 1) repetition, presence, frequency.
+    """
+    repetition, presence, frequency = penalties
+    x, seen = logits.index_select(0, index[0]), counts.index_select(0, index[1])
+    x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    count = seen.bitwise_right_shift_(1)
+    x.sub_(frequency * count).sub_(presence * (count > 0))
+    logits.index_copy_(0, index[0], x)
