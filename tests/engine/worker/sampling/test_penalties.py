@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from no_sync import DeviceTensors
+from no_sync import DeviceTensor, DeviceTensors
 from numpy.typing import NDArray
 
 from pdkv.engine.plan import NewRequest
@@ -127,7 +127,8 @@ def test_what_was_drawn_counts_before_the_host_knows_it(way: str) -> None:
 
 def as_array(counts: TokenCounts) -> NDArray[np.int32]:
     assert counts._table is not None
-    return getattr(counts._table, "inner", counts._table).numpy().copy()
+    table = counts._table.inner if isinstance(counts._table, DeviceTensor) else counts._table
+    return table.numpy().copy()
 
 
 def bytes_of_steps(context: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
