@@ -2,7 +2,7 @@
 
 Every number is made by the same float64 operations, each rounded (no multiply-add as one instruction), and every sum is
 exact. Where the filters cut is found by bisection over the values that a float32 can have. All tokens of a row race in
-as many programs as it has tiles; the first one of each tile enters the last race. The host never waits.
+as many programs as it has tiles, then the winners of those. The host never waits.
 """
 
 import torch
@@ -73,57 +73,31 @@ def _mix(a: tl.tensor, b: tl.tensor, BY: tl.constexpr) -> tuple[tl.tensor, tl.te
 
 
 @jit()
-def _rounds(
-    x0: tl.tensor, x1: tl.tensor, x2: tl.tensor, x3: tl.tensor, IS_FIRST: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Four rounds of Threefry: the first four, or the next."""
-    x0, x1 = _mix(x0, x1, 10 if IS_FIRST else 6)
-    x2, x3 = _mix(x2, x3, 26 if IS_FIRST else 20)
-    x0, x3 = _mix(x0, x3, 11 if IS_FIRST else 17)
-    x2, x1 = _mix(x2, x1, 21 if IS_FIRST else 11)
-    x0, x1 = _mix(x0, x1, 13 if IS_FIRST else 25)
-    x2, x3 = _mix(x2, x3, 27 if IS_FIRST else 10)
-    x0, x3 = _mix(x0, x3, 23 if IS_FIRST else 18)
-    x2, x1 = _mix(x2, x1, 5 if IS_FIRST else 20)
-    return x0, x1, x2, x3
+def _rounds(x: tl.tensor, y: tl.tensor, z: tl.tensor, w: tl.tensor, IS_EVEN: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Four rounds of Threefry."""
+    x, y = _mix(x, y, 10 if IS_EVEN else 6)
+    z, w = _mix(z, w, 26 if IS_EVEN else 20)
+    x, w = _mix(x, w, 11 if IS_EVEN else 17)
+    z, y = _mix(z, y, 21 if IS_EVEN else 11)
+    x, y = _mix(x, y, 13 if IS_EVEN else 25)
+    z, w = _mix(z, w, 27 if IS_EVEN else 10)
+    x, w = _mix(x, w, 23 if IS_EVEN else 18)
+    z, y = _mix(z, y, 5 if IS_EVEN else 20)
+    return x, y, z, w
 
 
 @jit()
-def _words(
-    counters: tl.tensor, level: tl.tensor, k0: tl.tensor, k1: tl.tensor, k2: tl.tensor, k3: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Threefry4x32-13 (randomness.py), each of its words for each of the counters; all uint32."""
-    k4 = k0 ^ k1 ^ k2 ^ k3 ^ tl.full([], 0x1BD11BDA, tl.uint32)
+def _words(counters: tl.tensor, level: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+    """Threefry4x32-13 (randomness.py) under a key: [i, j, k] is word j + 2 * k of counter i. All are uint32."""
+    e = a ^ b ^ c ^ d ^ tl.full([], 0x1BD11BDA, tl.uint32)
     one, two, three = tl.full([], 1, tl.uint32), tl.full([], 2, tl.uint32), tl.full([], 3, tl.uint32)
     zeros = counters ^ counters
-    x0, x1, x2, x3 = _rounds(counters + k0, zeros + (level + k1), zeros + k2, zeros + k3, True)
-    x0, x1, x2, x3 = _rounds(x0 + k1, x1 + k2, x2 + k3, x3 + (k4 + one), False)
-    x0, x1, x2, x3 = _rounds(x0 + k2, x1 + k3, x2 + k4, x3 + (k0 + two), True)
-    x0, x1 = _mix(x0 + k3, x1 + k4, 6)
-    x2, x3 = _mix(x2 + k0, x3 + (k1 + three), 20)
-    return x0, x1, x2, x3
-
-
-@jit()
-def _enter(
-    least: tl.tensor,
-    winner: tl.tensor,
-    own: tl.tensor,
-    at: tl.tensor,
-    high: tl.tensor,
-    low: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    floor: tl.tensor,
-    vocab_size: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The tokens `at` race against the `winner`s of lower ids, who took `least`."""
-    x = tl.load(own + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32).to(tl.float64)
-    scaled = (x - best) / temperature
-    bits = (high.to(tl.int64) << 20) | (low.to(tl.int64) >> 12)
-    u = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
-    time = tl.where(scaled >= floor, _minus_ln(u) / _exp(scaled), float("inf"))
-    return tl.where(time < least, time, least), tl.where(time < least, at, winner)
+    x, y, z, w = _rounds(counters + a, zeros + (level + b), zeros + c, zeros + d, True)
+    x, y, z, w = _rounds(x + b, y + c, z + d, w + (e + one), False)
+    x, y, z, w = _rounds(x + c, y + d, z + e, w + (a + two), True)
+    x, y = _mix(x + d, y + e, 6)
+    z, w = _mix(z + a, w + (b + three), 20)
+    return tl.join(tl.join(x, y), tl.join(z, w))
 
 
 @jit()
@@ -303,34 +277,18 @@ def _race_kernel(
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     k2, k3 = tl.load(keys + num_rows + row).to(tl.uint32), tl.load(keys + 2 * num_rows + row).to(tl.uint32)
     counters = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-    at = counters // 16 * 64 + counters % 16
-    zero, one = tl.full([], 0, tl.uint32), tl.full([], 1, tl.uint32)
-    high0, high1, high2, high3 = _words(counters.to(tl.uint32), zero, k0, k1, k2, k3)
-    low0, low1, low2, low3 = _words(counters.to(tl.uint32), one, k0, k1, k2, k3)
-    least = tl.full([TILE // 4], float("inf"), tl.float64)
-    winner = at
-    least, winner = _enter(least, winner, own, at, high0, low0, best, temperature, floor, vocab_size)
-    least, winner = _enter(least, winner, own, at + 16, high1, low1, best, temperature, floor, vocab_size)
-    least, winner = _enter(least, winner, own, at + 32, high2, low2, best, temperature, floor, vocab_size)
-    least, winner = _enter(least, winner, own, at + 48, high3, low3, best, temperature, floor, vocab_size)
-    first = tl.min(least)
+    high = _words(counters.to(tl.uint32), tl.full([], 0, tl.uint32), k0, k1, k2, k3)
+    low = _words(counters.to(tl.uint32), tl.full([], 1, tl.uint32), k0, k1, k2, k3)
+    word = tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]
+    at = (counters // 16 * 64 + counters % 16)[:, None, None] + 16 * word[None, :, :]
+    u = (((high.to(tl.int64) << 20) | (low.to(tl.int64) >> 12)).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
+    x = tl.load(own + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32).to(tl.float64)
+    scaled = (x - best) / temperature
+    time = tl.where(scaled >= floor, _minus_ln(u) / _exp(scaled), float("inf"))
+    first = tl.min(time)
     place = row * tl.num_programs(1) + tile
     tl.store(times + place, first)
-    tl.store(winners + place, tl.min(tl.where(least == first, winner, 2147483647)))
-
-
-@jit(do_not_specialize=["num_tiles"])
-def _finish_kernel(
-    tokens: tl.tensor, times: tl.tensor, winners: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr
-) -> None:
-    """The race among the winners of a row's tiles."""
-    row = tl.program_id(0)
-    if tl.load(tokens + row) >= 0:
-        return
-    tile = tl.arange(0, TILES)
-    time = tl.load(times + row * num_tiles + tile, mask=tile < num_tiles, other=float("inf"))
-    winner = tl.load(winners + row * num_tiles + tile, mask=tile < num_tiles, other=2147483647)
-    tl.store(tokens + row, tl.min(tl.where(time == tl.min(time), winner, 2147483647)).to(tl.int64))
+    tl.store(winners + place, tl.min(tl.where(time == first, at, vocab_size)))
 
 
 def draw_triton(logits: torch.Tensor, table: torch.Tensor, *, has_top_p: bool) -> torch.Tensor:
@@ -351,8 +309,8 @@ def draw_triton(logits: torch.Tensor, table: torch.Tensor, *, has_top_p: bool) -
     device, num_tiles = logits.device, triton.cdiv(vocab_size, _TILE)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     bests = torch.empty(num_rows, dtype=torch.float32, device=device)
-    times = torch.empty(num_rows * num_tiles, dtype=torch.float64, device=device)
-    winners = torch.empty(num_rows * num_tiles, dtype=torch.int32, device=device)
+    times = torch.empty(num_rows, num_tiles, dtype=torch.float64, device=device)
+    winners = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device)
     sizes, options = (num_rows, vocab_size, logits.stride(0)), {"num_warps": _WARPS, "enable_fp_fusion": False}
     state = logits, table[:4].view(torch.float64), bests, tokens
     _begin_kernel[(num_rows,)](*state, *sizes, PIVOTS=_PIVOTS, TILE=_TILE, **options)
@@ -366,5 +324,5 @@ def draw_triton(logits: torch.Tensor, table: torch.Tensor, *, has_top_p: bool) -
             _weigh_kernel[(count, num_tiles)](*state, weights, first, *sizes, TILE=_TILE, **options)
             _top_p_kernel[(count,)](*state, weights, first, *sizes, *magic, PIVOTS=_PIVOTS, TILE=_TILE, **options)
     _race_kernel[(num_rows, num_tiles)](*state, table[4:], times, winners, *sizes, TILE=_TILE, **options)
-    _finish_kernel[(num_rows,)](tokens, times, winners, num_tiles, TILES=triton.next_power_of_2(num_tiles), **options)
-    return tokens
+    winner = torch.where(times == times.amin(dim=1, keepdim=True), winners, vocab_size).amin(dim=1)
+    return torch.where(tokens < 0, winner, tokens)

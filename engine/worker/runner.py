@@ -241,7 +241,7 @@ class ModelRunner:
         logits = self._model.logits(hidden)[: len(drawn.rows)]
         tokens = self._sampling.draw(logits, drawn.slots, self._batch.token_ids, drawn.num_tokens)
         queue.tokens.put(drawn.slots, drawn.num_tokens, tokens)
-        self._sampling.count(drawn.slots, drawn.num_tokens, tokens)
+        self._sampling.counts.add(drawn.slots, drawn.num_tokens, tokens)
         logprobs = self._sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
         return queue.read(self._batch.requests_in(drawn.slots), drawn, tokens, logprobs)
 

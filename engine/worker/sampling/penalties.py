@@ -35,10 +35,11 @@ class TokenCounts:
         self._counted[slot] = 0
 
     def add(self, slots: NDArray[np.integer[Any]], num_tokens: NDArray[np.integer[Any]], tokens: torch.Tensor) -> None:
-        """Count what was drawn behind num_tokens[i] tokens of slots[i], (n,) int64 on the device; distinct slots that
-        were drawn for before. A negative token, of a request that has no choice, counts nothing.
+        """Count what was drawn behind num_tokens[i] tokens of slots[i], (n,) int64 on the device; distinct slots. It is
+        counted by the next `penalize` else, if the host knows it by then. A negative token counts nothing.
         """
-        assert self._table is not None
+        if self._table is None:
+            return
         index = to_tensor(slots * self._shape[1], tokens.device) + tokens.clamp(min=0)
         self._table.view(-1).index_add_(0, index, (tokens >= 0).int() * 2)
         self._counted[slots] = num_tokens + 1

@@ -80,7 +80,7 @@ class SamplingState:
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # by slot: token ids, biases
         self._allowed: dict[int, NDArray[np.int64]] = {}  # by slot: token ids
         self._bad_words: dict[int, BadWords] = {}  # by slot
-        self._counts = TokenCounts(max_num_seqs, vocab_size)  # of requests with penalties
+        self.counts = TokenCounts(max_num_seqs, vocab_size)  # of requests with penalties
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Take a request's parameters into `slot`, replacing what was there. Where they cannot be served no token is
@@ -137,7 +137,7 @@ class SamplingState:
         self._allowed.pop(slot, None)
         self._bad_words.pop(slot, None)
         self._custom.remove(slot)
-        self._counts.forget(slot)
+        self.counts.forget(slot)
 
     def choose(
         self,
@@ -183,19 +183,6 @@ class SamplingState:
         processed = self._process(logits, rows, slots, token_ids, num_tokens, masks)
         tokens = _choose(processed, rows, num_tokens - rows["num_prompt"])
         return tokens if processed is logits else tokens.masked_fill(_has_no_choice(logits, processed, tokens), -1)
-
-    def count(
-        self, slots: NDArray[np.integer[Any]], num_tokens: NDArray[np.integer[Any]], tokens: torch.Tensor
-    ) -> None:
-        """Take note of what `draw` gave for distinct slots, arguments as there, where the host does not know it before
-        the next draw.
-        """
-        penalized = np.flatnonzero(self._table["penalized"][slots])
-        if penalized.size:
-            own = (
-                tokens if penalized.size == len(slots) else tokens.index_select(0, to_tensor(penalized, tokens.device))
-            )
-            self._counts.add(slots[penalized], num_tokens[penalized], own)
 
     def looks_back(self, slots: NDArray[np.integer[Any]]) -> bool:
         """Whether a draw in one of those slots needs the tokens before it on the host."""
@@ -275,7 +262,7 @@ class SamplingState:
             self.failures = self._custom.apply(logits, custom, slots[custom], token_ids, num_prompt, num_tokens[custom])
         if penalized.size:
             lengths = num_tokens[penalized].astype(np.int64)
-            self._counts.penalize(logits, penalized, slots[penalized], token_ids, lengths, rows[penalized])
+            self.counts.penalize(logits, penalized, slots[penalized], token_ids, lengths, rows[penalized])
         return logits
 
 
