@@ -105,18 +105,20 @@ def can_draw() -> bool:
     return _sampler() is not None
 
 
-def mask(args: MaskArgs) -> None:
-    """Forbid tokens in rows of float32 logits, as `apply_masks` does; pointers must stay valid meanwhile."""
+def _drawing() -> ctypes.CDLL:
     library = _sampler()
     assert library is not None, "ask can_draw() first"
-    library.pdkv_mask(ctypes.byref(args))
+    return library
+
+
+def mask(args: MaskArgs) -> None:
+    """Forbid tokens in rows of float32 logits, as `apply_masks` does; pointers must stay valid meanwhile."""
+    _drawing().pdkv_mask(ctypes.byref(args))
 
 
 def penalize(args: PenaltyArgs) -> None:
     """Lower what was seen in rows of float32 logits, as engine/worker/sampling/penalties.py says."""
-    library = _sampler()
-    assert library is not None, "ask can_draw() first"
-    library.pdkv_penalize(ctypes.byref(args))
+    _drawing().pdkv_penalize(ctypes.byref(args))
 
 
 def draw(args: DrawArgs) -> None:
@@ -125,9 +127,7 @@ def draw(args: DrawArgs) -> None:
     Raises:
         MemoryError: no room for the rows that are worked on.
     """
-    library = _sampler()
-    assert library is not None, "ask can_draw() first"
-    if library.pdkv_race(ctypes.byref(args)):
+    if _drawing().pdkv_race(ctypes.byref(args)):
         raise MemoryError("no memory to draw tokens")
 
 

@@ -25,11 +25,8 @@ _EXP_ELEMENTS = 1 << 15  # made at once: a dozen operations, whose temporaries s
 _LOWEST = -64.0  # scaled logits below have weight 0: with 2**-92 none can win, as the lowest u is 2**-53
 
 
-_LN_P = (
-    *(4.97494994976747001425e-1, 4.70579119878881725854e0, 1.44989225341610930846e1, 1.79368678507819816313e1),
-    7.70838733755885391666e0,
-)
-_LN_Q = (*(4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1, 2.31251620126765340583e1),)
+_LN_P = 4.97494994976747001425e-1, 4.70579119878881725854e0, 1.44989225341610930846e1, 1.79368678507818819316e1
+_LN_Q = 4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1, 2.31251620126765340583e1
 _CLOSE = 1e-3  # more than float32 errs in ln of a time's bound
 
 
@@ -242,7 +239,7 @@ def minus_ln(x: torch.Tensor) -> torch.Tensor:
     r = (bits - (exponent << 52)).view(torch.float64) - 1.0
     rr, e = r * r, exponent.double()
     p = torch.full_like(r, 1.01875663804580931796e-4)
-    for number in _LN_P:
+    for number in (*_LN_P, 7.70838733755885391666e0):
         p.mul_(r).add_(number)
     q = r + 1.12873587189167450590e1
     for number in _LN_Q:

@@ -2,6 +2,8 @@
 SC'11), vectorised. There is no generator state, so any engine can continue any request.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,24 +15,23 @@ _BLOCK, _LANES = 64, 16  # tokens whose words come from so many counters
 Words = NDArray[np.uint32]
 
 
-def threefry4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words, Words, Words]) -> list[Words]:
-    """Four words per element, a bijection of the counter under the key; arrays broadcast."""
+def threefry4x32(counter: Sequence[Words], key: Sequence[Words]) -> list[Words]:
+    """Four words per element, a bijection of the counter's four under the key's four; arrays broadcast."""
     keys = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _PARITY]
     x = [word.copy() for word in np.broadcast_arrays(*(word + own for word, own in zip(counter, key, strict=True)))]
     carried = np.empty_like(x[0])
     for i in range(_ROUNDS):
-        others = (1, 3) if i % 2 == 0 else (3, 1)
-        for at, other, by in zip((0, 2), others, _ROTATIONS[i % 8], strict=True):
-            x[at] += x[other]
-            np.right_shift(x[other], np.uint32(32 - by), out=carried)
-            x[other] <<= np.uint32(by)
-            x[other] |= carried
-            x[other] ^= x[at]
+        for at, by in zip((0, 2), _ROTATIONS[i % 8], strict=True):
+            one, other = x[at], x[3 - at if i % 2 else at + 1]
+            one += other
+            np.right_shift(other, np.uint32(32 - by), out=carried)
+            other <<= np.uint32(by)
+            other |= carried
+            other ^= one
         if i % 4 == 3:
-            number = i // 4 + 1
             for j, word in enumerate(x):
-                word += keys[(j + number) % 5]
-            x[3] += np.uint32(number)
+                word += keys[(j + i // 4 + 1) % 5]
+            x[3] += np.uint32(i // 4 + 1)
     return x
 
 
@@ -52,22 +53,19 @@ class Draws:
     def leading_words(self, vocab_size: int) -> Words:
         """The words that are the higher bits of b, (n, vocab_size)."""
         num_blocks = -(-vocab_size // _BLOCK)
-        words = np.stack(self._words(np.arange(num_blocks * _LANES).reshape(num_blocks, _LANES), 0, slice(None)), -2)
+        counters = np.arange(num_blocks * _LANES).reshape(num_blocks, _LANES)
+        words = np.stack(_words(counters, 0, self._key[:, :, None, None]), axis=-2)
         return words.reshape(-1, num_blocks * _BLOCK)[:, :vocab_size]
 
     def uniforms(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """u of tokens[i] in row rows[i], (m,)."""
-        counters = tokens // _BLOCK * _LANES + tokens % _LANES
-        high, low = (
-            np.choose(tokens // _LANES % 4, self._words(counters, level, rows)).astype(np.uint64) for level in (0, 1)
-        )
+        counters, which = tokens // _BLOCK * _LANES + tokens % _LANES, tokens // _LANES % 4
+        words = (np.choose(which, _words(counters, level, self._key[:, rows])) for level in (0, 1))
+        high, low = (word.astype(np.uint64) for word in words)
         return (((high << np.uint64(20)) | (low >> np.uint64(12))).astype(np.float64) + 0.5) * 2.0**-52
 
-    def _words(self, counters: NDArray[np.int64], level: int, rows: NDArray[np.int64] | slice) -> list[Words]:
-        """Of each counter; of each of them for each row where `rows` is a slice."""
-        first, second, third, fourth = self._key[:, rows]
-        if isinstance(rows, slice):
-            first, second, third, fourth = self._key.reshape(*self._key.shape, *[1] * counters.ndim)
-        zeros = np.zeros(1, np.uint32)
-        counter = counters.astype(np.uint32), zeros + np.uint32(level), zeros, zeros
-        return threefry4x32(counter, (first, second, third, fourth))
+
+def _words(counters: NDArray[np.int64], level: int, key: Words) -> list[Words]:
+    """`key` is of four words."""
+    rest = np.array([level, 0, 0], np.uint32)
+    return threefry4x32([counters.astype(np.uint32), *rest], list(key))
