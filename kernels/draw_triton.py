@@ -296,9 +296,7 @@ def draw_triton(logits: torch.Tensor, table: torch.Tensor, *, has_top_p: bool) -
 
     Args:
         logits: (n, vocab) float32, bfloat16 or float16, rows contiguous; left as they are.
-        table: (7, n) int64, contiguous, on the same device. Four rows are float64 numbers: temperature, top_k (0: off;
-            at most vocab), top_p, the lowest scaled logit that min-p keeps, which is overwritten; then seed, choice,
-            position.
+        table: (7, n) int64, contiguous, on the same device: `_table` there. Its fourth row is overwritten.
         has_top_p: whether a row has one below 1.
     """
     num_rows, vocab_size = logits.shape

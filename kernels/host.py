@@ -33,35 +33,6 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
-class DrawArgs(ctypes.Structure):
-    """sampler.c's `draws`: what its comments say."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_k", "top_p", "floor")),
-        *((name, ctypes.c_void_p) for name in ("seeds", "choices", "positions", "tokens")),
-        *((name, ctypes.c_int64) for name in ("n", "vocab_size", "row_stride", "dtype", "num_threads")),
-    )
-
-
-class MaskArgs(ctypes.Structure):
-    """sampler.c's `masks`: what its comments say."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "rows", "words")),
-        *((name, ctypes.c_int64) for name in ("n", "vocab_size", "row_stride", "num_threads")),
-    )
-
-
-class PenaltyArgs(ctypes.Structure):
-    """sampler.c's `penalties`: what its comments say."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "counts", "rows", "places")),
-        *((name, ctypes.c_void_p) for name in ("repetition", "presence", "frequency")),
-        *((name, ctypes.c_int64) for name in ("n", "vocab_size", "row_stride", "num_threads")),
-    )
-
-
 class Rows(NamedTuple):
     """What one piece of a copy is, on both sides: `outer` x `inner` rows; strides and sizes in bytes."""
 
@@ -88,9 +59,9 @@ def _library() -> ctypes.CDLL | None:
 @cache
 def _sampler() -> ctypes.CDLL | None:
     functions = {
-        "pdkv_race": (ctypes.c_int, [ctypes.POINTER(DrawArgs)]),
-        "pdkv_mask": (None, [ctypes.POINTER(MaskArgs)]),
-        "pdkv_penalize": (None, [ctypes.POINTER(PenaltyArgs)]),
+        "pdkv_race": (ctypes.c_int, [*[POINTER] * 3, *[NUMBER] * 5]),
+        "pdkv_mask": (None, [*[POINTER] * 3, *[NUMBER] * 4]),
+        "pdkv_penalize": (None, [*[POINTER] * 5, *[NUMBER] * 4]),
     }
     return load_library("_sampler", functions)
 
@@ -105,29 +76,15 @@ def can_draw() -> bool:
     return _sampler() is not None
 
 
-def _drawing() -> ctypes.CDLL:
-    library = _sampler()
-    assert library is not None, "ask can_draw() first"
-    return library
-
-
-def mask(args: MaskArgs) -> None:
-    """Forbid tokens in rows of float32 logits, as `apply_masks` does; pointers must stay valid meanwhile."""
-    _drawing().pdkv_mask(ctypes.byref(args))
-
-
-def penalize(args: PenaltyArgs) -> None:
-    """Lower what was seen in rows of float32 logits, as engine/worker/sampling/penalties.py says."""
-    _drawing().pdkv_penalize(ctypes.byref(args))
-
-
-def draw(args: DrawArgs) -> None:
-    """Draw a token from each row of logits, as engine/worker/sampling/draw.py says; pointers must stay valid meanwhile.
+def call_sampler(function: str, *args: int) -> None:
+    """Call a function of sampler.c with what it says of its arguments; pointers must stay valid meanwhile.
 
     Raises:
         MemoryError: no room for the rows that are worked on.
     """
-    if _drawing().pdkv_race(ctypes.byref(args)):
+    library = _sampler()
+    assert library is not None, "ask can_draw() first"
+    if getattr(library, function)(*args):
         raise MemoryError("no memory to draw tokens")
 
 

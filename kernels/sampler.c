@@ -15,14 +15,10 @@
 
 /* Rows of logits, and their parameters. */
 typedef struct {
-    const void *logits;         /* (n, row_stride), of which vocab_size are a row's */
-    const double *temperature;  /* (n,) each from here on */
-    const int64_t *top_k;       /* 0: off */
-    const double *top_p;        /* 1: off */
-    const double *floor;        /* log(min_p); -inf: off */
-    const uint64_t *seeds, *choices, *positions; /* the latter two below 2**32 */
-    int64_t *tokens;            /* out */
-    int64_t n, vocab_size, row_stride, dtype, num_threads;
+    const void *logits;                                 /* (n, row_stride), of which vocab_size are a row's */
+    const double *temperature, *top_k, *top_p, *floor; /* (n,) each; 0, 1, -inf: off. floor: log(min_p) */
+    const uint64_t *seeds, *choices, *positions;        /* the latter two below 2**32 */
+    int64_t vocab_size, row_stride;
 } draws;
 
 /* What a row is worked on in. All have room for whole blocks. */
@@ -217,7 +213,7 @@ INLINE int64_t race(const draws *a, int64_t i, double floor, const double *scale
 
 /* One token from `to.scaled`, which holds the logits less their maximum, by the temperature. */
 static int64_t draw_scaled(const draws *a, int64_t i, scratch to) {
-    const int64_t vocab_size = a->vocab_size, top_k = a->top_k[i];
+    const int64_t vocab_size = a->vocab_size, top_k = (int64_t)a->top_k[i];
     const splitter by = splitter_of(vocab_size);
     const double span = a->temperature[i] > 1.0 ? 32.0 / a->temperature[i] : 32.0;
     double floor = a->floor[i] > LOWEST ? a->floor[i] : LOWEST;
@@ -263,10 +259,17 @@ DEFINE_SCALE(float32, float)
 DEFINE_SCALE(bfloat16, uint16_t)
 DEFINE_SCALE(float16, uint16_t)
 
-/* Returns 0; 1: no memory, tokens are undefined. */
-int pdkv_race(const draws *a) {
-    const int64_t room = (a->vocab_size + BLOCK - 1) / BLOCK * BLOCK;
-    const int num_threads = (int)(a->num_threads < a->n ? a->num_threads : a->n);
+/* A token of each of n rows of logits. Returns 0; 1: no memory, tokens are undefined.
+ *
+ * `table`: draw.py's. */
+int pdkv_race(const void *logits, const double *table, int64_t *tokens, int64_t n, int64_t vocab_size,
+              int64_t row_stride, int64_t dtype, int64_t most_threads) {
+    const uint64_t *const keys = (const uint64_t *)(table + 4 * n);
+    const draws own = {logits,   table,    table + n,    table + 2 * n, table + 3 * n,
+                       keys,     keys + n, keys + 2 * n, vocab_size,    row_stride};
+    const draws *const a = &own;
+    const int64_t room = (vocab_size + BLOCK - 1) / BLOCK * BLOCK;
+    const int num_threads = (int)(most_threads < n ? most_threads : n);
     int failed = 0;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
@@ -277,25 +280,17 @@ int pdkv_race(const draws *a) {
             failed = 1;
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < a->n; i++) {
+        for (int64_t i = 0; i < n; i++) {
             if (memory == NULL) continue;
-            const int64_t token = a->dtype == FLOAT32    ? scale_float32(a, i, to)
-                                  : a->dtype == BFLOAT16 ? scale_bfloat16(a, i, to)
+            const int64_t token = dtype == FLOAT32    ? scale_float32(a, i, to)
+                                  : dtype == BFLOAT16 ? scale_bfloat16(a, i, to)
                                                          : scale_float16(a, i, to);
-            a->tokens[i] = token >= 0 ? token : draw_scaled(a, i, to);
+            tokens[i] = token >= 0 ? token : draw_scaled(a, i, to);
         }
         free(memory);
     }
     return failed;
 }
-
-/* Which tokens may be chosen in some rows of float32 logits. */
-typedef struct {
-    float *logits;          /* (.., row_stride), of which vocab_size are a row's */
-    const int64_t *rows;    /* (n,) */
-    const uint32_t *words;  /* (n, vocab_size / 32, rounded up): bit i % 32 of word i / 32 stands for token i */
-    int64_t n, vocab_size, row_stride, num_threads;
-} masks;
 
 static void mask_row(float *logits, const uint32_t *words, int64_t num_words) {
     for (int64_t w = 0; w < num_words; w++, logits += 32) {
@@ -304,35 +299,26 @@ static void mask_row(float *logits, const uint32_t *words, int64_t num_words) {
     }
 }
 
-/* Forbids the tokens whose bits are 0. */
-void pdkv_mask(const masks *a) {
-    const int64_t num_full = a->vocab_size / 32, num_words = (a->vocab_size + 31) / 32;
-    const int num_threads = (int)(a->num_threads < a->n ? a->num_threads : a->n);
+/* Forbids the tokens whose bits are 0 in n rows of float32 logits, which are row_stride apart: bit i % 32 of word i / 32
+ * stands for token i. */
+void pdkv_mask(float *all, const int64_t *rows, const uint32_t *all_words, int64_t n, int64_t vocab_size,
+               int64_t row_stride, int64_t most_threads) {
+    const int64_t num_full = vocab_size / 32, num_words = (vocab_size + 31) / 32;
+    const int num_threads = (int)(most_threads < n ? most_threads : n);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = 0; i < a->n; i++) {
-        float *logits = a->logits + a->rows[i] * a->row_stride;
-        const uint32_t *words = a->words + i * num_words;
+    for (int64_t i = 0; i < n; i++) {
+        float *logits = all + rows[i] * row_stride;
+        const uint32_t *words = all_words + i * num_words;
         mask_row(logits, words, num_full);
-        for (int64_t t = 32 * num_full; t < a->vocab_size; t++)
+        for (int64_t t = 32 * num_full; t < vocab_size; t++)
             if (!(words[num_full] >> t % 32 & 1)) logits[t] = -INFINITY;
     }
 }
 
-/* Rows of float32 logits, and what their requests have seen. */
-typedef struct {
-    float *logits;                               /* (.., row_stride), of which vocab_size are a row's */
-    const int32_t *counts;                       /* (.., vocab_size): 2 * in the output + in the prompt */
-    const int64_t *rows, *places;                /* (n,): of the logits, of the counts */
-    const float *repetition, *presence, *frequency; /* (n,) */
-    int64_t n, vocab_size, row_stride, num_threads;
-} penalties;
-
-FOR_EACH_CPU static void penalize_row(const penalties *a, int64_t i) {
-    const float repetition = a->repetition[i], presence = a->presence[i], frequency = a->frequency[i];
-    for (int64_t first = 0; first < a->vocab_size; first += BLOCK) {
-        float *const logits = a->logits + a->rows[i] * a->row_stride + first;
-        const int32_t *const counts = a->counts + a->places[i] * a->vocab_size + first;
-        const int64_t size = a->vocab_size - first < BLOCK ? a->vocab_size - first : BLOCK;
+static void penalize_row(float *logits, const int32_t *counts, int64_t vocab_size, float repetition,
+                                      float presence, float frequency) {
+    for (int64_t first = 0; first < vocab_size; first += BLOCK, logits += BLOCK, counts += BLOCK) {
+        const int64_t size = vocab_size - first < BLOCK ? vocab_size - first : BLOCK;
         int32_t any = 0;
         for (int64_t t = 0; t < size; t++) any |= counts[t];
         if (!any) continue;
@@ -344,9 +330,14 @@ FOR_EACH_CPU static void penalize_row(const penalties *a, int64_t i) {
     }
 }
 
-/* Lowers the logits of what was seen. */
-void pdkv_penalize(const penalties *a) {
-    const int num_threads = (int)(a->num_threads < a->n ? a->num_threads : a->n);
+/* Lowers what was seen in n rows of float32 logits, which are row_stride apart; rows[i] has the counts places[i]: of each
+ * token twice how often the output has it, and 1 more where the prompt has it. `p`: (3, n) repetition, presence,
+ * frequency. */
+void pdkv_penalize(float *logits, const int32_t *counts, const int64_t *rows, const int64_t *places, const float *p,
+                   int64_t n, int64_t vocab_size, int64_t row_stride, int64_t most_threads) {
+    const int num_threads = (int)(most_threads < n ? most_threads : n);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = 0; i < a->n; i++) penalize_row(a, i);
+    for (int64_t i = 0; i < n; i++)
+        penalize_row(logits + rows[i] * row_stride, counts + places[i] * vocab_size, vocab_size, p[i], p[n + i],
+                     p[2 * n + i]);
 }

@@ -64,9 +64,16 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """
     floor = torch.from_numpy(params.min_p.copy()).log().numpy()
     if not logits.is_cpu:
-        return _draw_on_device(logits, params, floor)
+        from pdkv.kernels.draw_triton import draw_triton  # Triton, which a CPU need not have
+
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        has_top_p = bool((params.top_p < 1.0).any())
+        return draw_triton(logits, to_tensor(_table(logits, params, floor), logits.device), has_top_p=has_top_p)
     if logits.stride(1) == 1 and _name(logits.dtype) in host.DTYPES and host.can_draw():
-        return _draw_compiled(logits, params, floor)
+        table, drawn = _table(logits, params, floor), np.empty(len(logits), np.int64)
+        sizes = *logits.shape, logits.stride(0), host.DTYPES[_name(logits.dtype)], torch.get_num_threads()
+        host.call_sampler("pdkv_race", logits.data_ptr(), table.ctypes.data, drawn.ctypes.data, *sizes)
+        return torch.from_numpy(drawn)
     rows_per_chunk = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     tokens = [
         _draw_chunk(logits[part], params.part(part), floor[part])
@@ -76,34 +83,12 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
-def _draw_on_device(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.float64]) -> torch.Tensor:
-    """`floor`: (n,) the lowest scaled logit that min-p keeps."""
-    from pdkv.kernels.draw_triton import draw_triton  # Triton, which a CPU need not have
-
+def _table(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.float64]) -> NDArray[np.int64]:
+    """What the kernels get, (7, n): float64 temperature, top_k (at most vocab), top_p, the lowest scaled logit that
+    min-p keeps; then seed, choice, position.
+    """
     numbers = np.stack([params.temperature, np.minimum(params.top_k, logits.shape[1]), params.top_p, floor])
-    keys = np.stack([params.seeds, params.choices, params.positions]).astype(np.uint64)
-    table = to_tensor(np.concatenate([numbers.view(np.int64), keys.view(np.int64)]), logits.device)
-    has_top_p = bool((params.top_p < 1.0).any())
-    return draw_triton(logits if logits.stride(1) == 1 else logits.contiguous(), table, has_top_p=has_top_p)
-
-
-def _draw_compiled(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.float64]) -> torch.Tensor:
-    """`floor`: (n,) the lowest scaled logit that min-p keeps."""
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    columns = (params.temperature, params.top_k, params.top_p, floor, *params[4:])
-    kept = [column.copy() for column in columns]  # fields of a table: each has strides of its own
-    host.draw(
-        host.DrawArgs(
-            logits.data_ptr(),
-            *(column.ctypes.data for column in kept),
-            tokens.data_ptr(),
-            *logits.shape,
-            logits.stride(0),
-            host.DTYPES[_name(logits.dtype)],
-            torch.get_num_threads(),
-        )
-    )
-    return tokens
+    return np.concatenate([numbers.view(np.int64), np.stack(params[4:]).view(np.int64)])
 
 
 def _draw_chunk(logits: torch.Tensor, params: DrawParams, lowest: NDArray[np.float64]) -> torch.Tensor:

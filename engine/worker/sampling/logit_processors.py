@@ -37,7 +37,8 @@ def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
         assert logits.is_contiguous()
         assert bits.is_contiguous()
         pointers = logits.data_ptr(), rows.ctypes.data, bits.data_ptr()
-        host.mask(host.MaskArgs(*pointers, len(rows), *logits.shape[1:], logits.stride(0), torch.get_num_threads()))
+        sizes = len(rows), logits.shape[1], logits.stride(0), torch.get_num_threads()
+        host.call_sampler("pdkv_mask", *pointers, *sizes)
         return
     words = to_tensor(bits.numpy(), logits.device)
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from pdkv.kernels import host
 from pdkv.kernels.upload import to_tensor
 
+PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+
 _CHUNK_ELEMENTS = 1 << 24  # bounds what is made beside the logits on a device
 
 
@@ -62,7 +64,7 @@ class TokenCounts:
             rows: (m,) rows of the logits. The other arguments are theirs, but for token_ids: (max_num_seqs, length)
                 prompt + output of each slot, where what `add` has counted may be missing.
             slots, num_tokens: (m,) a slot's rows stand together, those with guesses behind the one without.
-            params: (m,) with num_prompt, repetition, presence, frequency.
+            params: (m,) with num_prompt and PENALTIES.
         """
         if self._table is None:
             self._table = torch.zeros(self._shape, dtype=torch.int32, device=logits.device)
@@ -76,16 +78,21 @@ class TokenCounts:
             guesses = index * self._shape[1] + token_ids[slots[index], at]
             counts.view(-1).index_add_(0, *_twos(guesses, logits.device))
             places = np.arange(len(rows))
-        penalties = np.stack([params[name] for name in ("repetition", "presence", "frequency")]).astype(np.float32)
+        penalties = np.stack([params[name] for name in PENALTIES]).astype(np.float32)
         if logits.is_cpu and host.can_draw():
-            pointers = (x.ctypes.data for x in (rows, places, *penalties))
+            pointers = logits.data_ptr(), counts.data_ptr(), *(x.ctypes.data for x in (rows, places, penalties))
             sizes = len(rows), logits.shape[1], logits.stride(0), torch.get_num_threads()
-            host.penalize(host.PenaltyArgs(logits.data_ptr(), counts.data_ptr(), *pointers, *sizes))
+            host.call_sampler("pdkv_penalize", *pointers, *sizes)
             return
         index, table = to_tensor(np.stack([rows, places]), logits.device), to_tensor(penalties, logits.device)
         size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
         for i in range(0, len(rows), size):
-            _penalize(logits, counts, index[:, i : i + size], table[:, i : i + size].unsqueeze(-1))
+            at, place = index[:, i : i + size]
+            repetition, presence, frequency = table[:, i : i + size].unsqueeze(-1)
+            x, seen = logits.index_select(0, at), counts.index_select(0, place)
+            x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+            count = seen.bitwise_right_shift_(1)
+            logits.index_copy_(0, at, x.sub_(frequency * count).sub_(presence * (count > 0)))
 
     def _catch_up(
         self,
@@ -121,17 +128,3 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDAr
 def _twos(index: NDArray[np.int64], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     there = to_tensor(index, device)
     return there, torch.full_like(there, 2, dtype=torch.int32)
-
-
-def _penalize(logits: torch.Tensor, counts: torch.Tensor, index: torch.Tensor, penalties: torch.Tensor) -> None:
-    """What sampler.c does in `penalize_row`.
-
-    Args:
-        index: (2, m) rows of the logits, rows of the counts. penalties: (3, m, 1) repetition, presence, frequency.
-    """
-    repetition, presence, frequency = penalties
-    x, seen = logits.index_select(0, index[0]), counts.index_select(0, index[1])
-    x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)
-    count = seen.bitwise_right_shift_(1)
-    x.sub_(frequency * count).sub_(presence * (count > 0))
-    logits.index_copy_(0, index[0], x)

@@ -22,7 +22,7 @@ from pdkv.engine.worker.sampling.logit_processors import (
     keep_tokens,
 )
 from pdkv.engine.worker.sampling.logprobs import QueuedLogprobs, queue_logprobs, token_logprobs
-from pdkv.engine.worker.sampling.penalties import TokenCounts
+from pdkv.engine.worker.sampling.penalties import PENALTIES, TokenCounts
 from pdkv.kernels import host
 from pdkv.kernels.upload import to_tensor
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
@@ -47,9 +47,7 @@ _ROW = np.dtype(
         ("plain", np.bool_),  # logits stay as they are, and nobody asks for logprobs
         ("penalized", np.bool_),
         ("looks_back", np.bool_),  # at the tokens before the one to draw, on the host
-        ("repetition", np.float64),
-        ("presence", np.float64),
-        ("frequency", np.float64),
+        *((name, np.float64) for name in PENALTIES),
         ("wants_logprobs", np.bool_),
         ("num_logprobs", np.int64),
     ]
@@ -98,23 +96,18 @@ class SamplingState:
         params = request.params
         check_for_vocab(params, self._vocab_size)
         row["random"] = not params.greedy
-        row["temperature"] = params.temperature
+        for name in ("temperature", "top_p", "min_p", "min_tokens", *PENALTIES):
+            row[name] = getattr(params, name)
         row["top_k"] = max(params.top_k, 0)
-        row["top_p"] = params.top_p
-        row["min_p"] = params.min_p
         row["seed"] = (params.seed or 0) & _SEED_MASK
         row["choice"] = request.choice
         row["num_prompt"] = len(request.prompt_token_ids)
-        row["min_tokens"] = params.min_tokens
         row["biased"] = bool(params.logit_bias)
         row["restricted"] = params.allowed_token_ids is not None
         row["has_bad_words"] = bool(params.bad_words_token_ids)
         row["custom"] = bool(params.logits_processors) and self._custom.add(slot, request)
         row["penalized"] = params.needs_penalties
         row["looks_back"] = row["has_bad_words"] | row["custom"]
-        row["repetition"] = params.repetition_penalty
-        row["presence"] = params.presence_penalty
-        row["frequency"] = params.frequency_penalty
         row["wants_logprobs"] = params.logprobs is not None
         changes = "biased", "restricted", "has_bad_words", "custom", "penalized", "min_tokens", "wants_logprobs"
         row["plain"] = not any(row[name] for name in changes)
@@ -234,11 +227,8 @@ class SamplingState:
     ) -> torch.Tensor:
         """The logits themselves where nothing changes them, else a float32 copy that went through the processors."""
         early = np.flatnonzero(num_tokens - rows["num_prompt"] < rows["min_tokens"])
-        biased = np.flatnonzero(rows["biased"])
-        penalized = np.flatnonzero(rows["penalized"])
-        restricted = np.flatnonzero(rows["restricted"])
-        with_bad_words = np.flatnonzero(rows["has_bad_words"])
-        custom = np.flatnonzero(rows["custom"])
+        names = "biased", "penalized", "restricted", "has_bad_words", "custom"
+        biased, penalized, restricted, with_bad_words, custom = (np.flatnonzero(rows[name]) for name in names)
         changed = early, biased, penalized, restricted, with_bad_words, custom
         if masks is None and not any(some.size for some in changed):
             return logits
@@ -272,18 +262,14 @@ def _choose(logits: torch.Tensor, rows: NDArray[Any], positions: NDArray[np.inte
     if not random.any():
         return argmax(logits)
     drawing = np.flatnonzero(random)
-    chosen = draw(_select(logits, drawing), _draw_params(rows[drawing], positions[drawing]))
+    columns = (rows[name][drawing] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice"))
+    chosen = draw(_select(logits, drawing), DrawParams(*columns, positions[drawing].astype(np.uint64)))
     if drawing.size == len(rows):
         return chosen
     greedy = np.flatnonzero(~random)
     chosen = torch.cat([argmax(_select(logits, greedy)), chosen])
     order = np.argsort(np.concatenate([greedy, drawing]))
     return chosen.index_select(0, to_tensor(order, chosen.device))
-
-
-def _draw_params(rows: NDArray[Any], positions: NDArray[np.integer[Any]]) -> DrawParams:
-    columns = (rows[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice"))
-    return DrawParams(*columns, positions.astype(np.uint64))
 
 
 def _has_no_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

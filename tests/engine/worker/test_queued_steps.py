@@ -92,9 +92,9 @@ def recording(model: Path) -> Recording:
 def _params(i: int, rng: random.Random) -> SamplingParams:
     """Of three requests one is of a kind that needs the tokens before it on the host."""
     look_back: dict[str, Any] = [
-        {"repetition_penalty": 1.3}, {"bad_words_token_ids": ((7,), (9, 11))}, {"prompt_logprobs": 1},
+        {"bad_words_token_ids": ((7,), (9, 11))}, {"prompt_logprobs": 1},
         {"structured_outputs": StructuredOutputs(regex="[a-f]{1,20}")},
-    ][i // 3 % 4] if i % 3 == 2 and i > 9 else {}  # fmt: skip
+    ][i // 3 % 3] if i % 3 == 2 and i > 9 else {}  # fmt: skip
     return SamplingParams(
         temperature=(0.0, 0.8, 1.3)[i % 3],
         top_p=(1.0, 0.9)[i % 2],
@@ -104,6 +104,9 @@ def _params(i: int, rng: random.Random) -> SamplingParams:
         seed=i,
         logprobs=(None, 2, 0)[i % 3],
         logit_bias={8: 1.5} if i % 5 == 0 else {},
+        repetition_penalty=(1.0, 1.3, 1.0, 0.8)[i % 4],
+        frequency_penalty=(0.0, 0.4)[i % 3 == 1],
+        presence_penalty=(0.0, -0.2)[i % 7 == 2],
         allowed_token_ids=list(range(4, 40)) if i % 7 == 0 else None,
         stop_token_ids=[rng.randrange(60) for _ in range(3)],
         stop=("K", "J") if i % 4 == 3 else (),
@@ -204,13 +207,34 @@ def test_a_request_without_a_choice_harms_no_step_that_was_launched_behind_it(ru
     assert len(tokens(second, "b")) == 1
 
 
-def test_a_token_drawn_again_in_turn_replaces_the_one_on_the_device(model: Path, runner: ModelRunner) -> None:
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 2.0}
+
+
+def test_steps_with_penalties_are_launched_behind_each_other(model: Path, runner: ModelRunner) -> None:
+    plans = [
+        StepPlan(
+            0, [new("a", PROMPT, 0, **PENALTIES), new("b", PROMPT, 4)], [share("a", 0, 10), share("b", 0, 10)], []
+        ),
+        *(StepPlan(i, [], [share("a", 9 + i, 1), share("b", 9 + i, 1)], []) for i in range(1, 6)),
+    ]
+    first, second = runner.launch(plans[0]), runner.launch(plans[1])
+    assert isinstance(first, QueuedStep)
+    assert isinstance(second, QueuedStep)
+    found = [first.finish(), second.finish(), *outputs(runner, plans[2:])]
+    assert found == in_turn(model, lambda runner: outputs(runner, plans))
+    assert len({token for output in found for token in tokens(output, "a")}) == 6
+
+
+@pytest.mark.parametrize("penalties", [{}, PENALTIES], ids=["none", "penalties"])
+def test_a_token_drawn_again_in_turn_replaces_the_one_on_the_device(
+    model: Path, runner: ModelRunner, penalties: dict[str, Any]
+) -> None:
     """As where a load has failed: what was computed before counts no more."""
 
     def redraw(runner: ModelRunner) -> list[StepOutput]:
-        first = runner.execute(StepPlan(0, [new("a", PROMPT, 0)], [share("a", 0, 10)], []))
+        first = runner.execute(StepPlan(0, [new("a", PROMPT, 0, **penalties)], [share("a", 0, 10)], []))
         runner._kv_pool.neg_()  # the prompt's last token sees other KV from now on
-        looks_back = new("b", PROMPT, 4, repetition_penalty=1.5)
+        looks_back = new("b", PROMPT, 4, bad_words_token_ids=((7,),))
         plans = [
             StepPlan(1, [looks_back], [share("a", 9, 1), share("b", 0, 10)], []),
             StepPlan(2, [], [share("a", 10, 1)], []),

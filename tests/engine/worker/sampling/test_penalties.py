@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from pdkv.engine.plan import NewRequest
 from pdkv.engine.worker.sampling import penalties as module
-from pdkv.engine.worker.sampling.penalties import TokenCounts
+from pdkv.engine.worker.sampling.penalties import PENALTIES, TokenCounts
 from pdkv.engine.worker.sampling.sampler import SamplingState
 from pdkv.kernels import host
 from pdkv.sampling.params import SamplingParams
 
 VOCAB, MAX_SEQS, MAX_LEN = 131, 5, 60
-PARAMS = np.dtype([("num_prompt", np.int64), *((name, float) for name in ("repetition", "presence", "frequency"))])
+PARAMS = np.dtype([("num_prompt", np.int64), *((name, float) for name in PENALTIES)])
 WAYS = [
     pytest.param("compiled", marks=pytest.mark.skipif(not host.can_draw(), reason="no compiler at installation")),
     "torch",
@@ -29,7 +29,7 @@ WAYS = [
 def recounted(logits: NDArray[np.float32], tokens: Sequence[int], params: Any) -> NDArray[np.float32]:
     """Of one row, token by token."""
     x, one = logits.copy(), np.float32(1.0)
-    repetition, presence, frequency = (np.float32(params[n]) for n in ("repetition", "presence", "frequency"))
+    repetition, presence, frequency = (np.float32(params[n]) for n in PENALTIES)
     for token in set(tokens):
         x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
     for token, count in Counter(tokens[params["num_prompt"] :]).items():
