@@ -12,6 +12,7 @@ from pdkv.models.decoder import Decoder
 from pdkv.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class RepeatedStep:
@@ -26,8 +27,9 @@ class RepeatedStep:
         *,
         decode_sizes: Sequence[int] = (),
         recorder: Recorder | None = None,
+        params: SamplingParams = GREEDY,
     ) -> None:
-        """`decode_sizes` and `recorder` of the runner."""
+        """`decode_sizes` and `recorder` of the runner; `params` of the requests."""
         layout = make_layout(model.config, block_size=BLOCK_SIZE, dtype=str(dtype).removeprefix("torch."))
         self.bytes_per_token = layout.block_bytes * layout.num_groups // BLOCK_SIZE
         blocks = -(-context // BLOCK_SIZE)
@@ -36,7 +38,6 @@ class RepeatedStep:
             model, pool, layout, max_num_seqs=sequences, max_model_len=context, decode_sizes=decode_sizes
         )
         self._runner.warm_up_decodes(recorder)
-        params = SamplingParams(temperature=0.0, ignore_eos=True)
         tables = [[list(range(i * blocks, (i + 1) * blocks))] * layout.num_groups for i in range(sequences)]
         prompt, output = [7] * (context - 4), [5, 6]
         new = [NewRequest(("step", i), 0, prompt, output, params, tables[i]) for i in range(sequences)]

@@ -18,8 +18,8 @@ from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
 class Proposer(Protocol):
     """Runs beside the runner, behind the draw, on every rank: all must propose the same.
 
-    One that draws uses the uniform of the target at that position (`engine/worker/sampling/randomness.py`): it is right
-    more often then.
+    One that draws does so from its own distribution with the target's numbers at that position, by `draw` with the same
+    (seed, choice, position) in `engine/worker/sampling/draw.py`: it is right nearly as often as is possible then.
     """
 
     @property

@@ -23,7 +23,7 @@ from equality import (
 )
 from oracle import greedy, oracle
 from prompt_set import forty_prompts
-from reference_sampler import SeededChooser, philox4x32_10
+from reference_sampler import SeededChooser, threefry4x32_13
 from serving_checks import Books, complete_all, serve_directory
 from small_models import FEATURES
 
@@ -70,12 +70,13 @@ def deployment(request: pytest.FixtureRequest, workload: Workload) -> Iterator[R
         yield running
 
 
-def test_the_references_philox_gives_the_published_answers() -> None:
-    """Known answers of the authors' Random123 library."""
-    ones, pi = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
-    assert philox4x32_10((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    assert philox4x32_10((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
-    assert philox4x32_10(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+def test_the_references_threefry_gives_the_published_answers() -> None:
+    """Random123's known answers for threefry4x32, 13 rounds."""
+    pi = 0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344
+    zeros, ones, more = (0,) * 4, (0xFFFFFFFF,) * 4, (0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89)
+    assert threefry4x32_13(zeros, zeros) == (0x531C7E4F, 0x39491EE5, 0x2C855A92, 0x3D6ABF9A)
+    assert threefry4x32_13(ones, ones) == (0xC4189358, 0x1C9CC83A, 0xD5881C67, 0x6A0A89E0)
+    assert threefry4x32_13(pi, more) == (0x4AA71D8F, 0x734738C2, 0x431FC6A8, 0xAE6DEBF1)
 
 
 def test_seeded_tokens(deployment: Running, workload: Workload) -> None:
