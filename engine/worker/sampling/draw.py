@@ -23,8 +23,6 @@ _TOP_P_CANDIDATES = 512  # looked at before all are sorted
 _CHUNK_ELEMENTS = 1 << 18  # bounds the float64 temporaries: they stay in the cache
 _EXP_ELEMENTS = 1 << 15  # made at once: a dozen operations, whose temporaries stay in the cache
 _LOWEST = -64.0  # scaled logits below have weight 0: with 2**-92 none can win, as the lowest u is 2**-53
-
-
 _LN_P = 4.97494994976747001425e-1, 4.70579119878881725854e0, 1.44989225341610930846e1, 1.79368678507818819316e1
 _LN_Q = 4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1, 2.31251620126765340583e1
 _CLOSE = 1e-3  # more than float32 errs in ln of a time's bound
@@ -43,7 +41,7 @@ class DrawParams(NamedTuple):
 
     def part(self, rows: slice) -> "DrawParams":
         """The parameters of some of the rows."""
-        return DrawParams(*(column[rows] for column in self))
+        return DrawParams._make(column[rows] for column in self)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -206,10 +204,9 @@ def _race(scaled: torch.Tensor, params: DrawParams) -> torch.Tensor:
     rows = np.arange(len(scaled))
     some = _times(scaled, draws, rows, earliest.argmin(dim=-1).numpy())
     rows, tokens = (column.numpy() for column in torch.where(earliest <= some.log().unsqueeze(-1) + _CLOSE))
-    times = _times(scaled, draws, rows, tokens).numpy()
-    order = np.lexsort((tokens, times, rows))
-    _, first = np.unique(rows[order], return_index=True)
-    return torch.from_numpy(tokens[order[first]])
+    times = np.full(scaled.shape, np.inf)
+    times[rows, tokens] = _times(scaled, draws, rows, tokens)
+    return torch.from_numpy(times.argmin(axis=-1))  # the first of equals
 
 
 def _times(scaled: torch.Tensor, draws: Draws, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> torch.Tensor:

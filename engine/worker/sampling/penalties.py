@@ -74,8 +74,8 @@ class TokenCounts:
         counts, places, num_guesses = self._table, slots.astype(np.int64), num_tokens - known[of_row]
         if num_guesses.any():
             counts = counts.index_select(0, to_tensor(places, logits.device))
-            at, index = _ranges(known[of_row], num_guesses)
-            guesses = index * self._shape[1] + token_ids[slots[index], at]
+            ats, of = _ranges(known[of_row], num_guesses)
+            guesses = of * self._shape[1] + token_ids[slots[of], ats]
             counts.view(-1).index_add_(0, *_twos(guesses, logits.device))
             places = np.arange(len(rows))
         penalties = np.stack([params[name] for name in PENALTIES]).astype(np.float32)
@@ -84,10 +84,10 @@ class TokenCounts:
             sizes = len(rows), logits.shape[1], logits.stride(0), torch.get_num_threads()
             host.call_sampler("pdkv_penalize", *pointers, *sizes)
             return
-        index, table = to_tensor(np.stack([rows, places]), logits.device), to_tensor(penalties, logits.device)
+        both, table = to_tensor(np.stack([rows, places]), logits.device), to_tensor(penalties, logits.device)
         size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
         for i in range(0, len(rows), size):
-            at, place = index[:, i : i + size]
+            at, place = both[:, i : i + size]
             repetition, presence, frequency = table[:, i : i + size].unsqueeze(-1)
             x, seen = logits.index_select(0, at), counts.index_select(0, place)
             x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)

@@ -78,6 +78,7 @@ class SamplingState:
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # by slot: token ids, biases
         self._allowed: dict[int, NDArray[np.int64]] = {}  # by slot: token ids
         self._bad_words: dict[int, BadWords] = {}  # by slot
+        self._processed = torch.empty(0, vocab_size)  # kept: pages of new memory cost more than what is written there
         self.counts = TokenCounts(max_num_seqs, vocab_size)  # of requests with penalties
 
     def add(self, slot: int, request: NewRequest) -> None:
@@ -225,14 +226,18 @@ class SamplingState:
         num_tokens: NDArray[np.integer[Any]],
         masks: TokenMasks | None,
     ) -> torch.Tensor:
-        """The logits themselves where nothing changes them, else a float32 copy that went through the processors."""
+        """The logits themselves where nothing changes them, else a float32 copy that went through the processors, which
+        the next step overwrites.
+        """
         early = np.flatnonzero(num_tokens - rows["num_prompt"] < rows["min_tokens"])
         names = "biased", "penalized", "restricted", "has_bad_words", "custom"
         biased, penalized, restricted, with_bad_words, custom = (np.flatnonzero(rows[name]) for name in names)
         changed = early, biased, penalized, restricted, with_bad_words, custom
         if masks is None and not any(some.size for some in changed):
             return logits
-        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if len(self._processed) < len(logits):
+            self._processed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        logits = self._processed[: len(logits)].copy_(logits)
         if masks is not None:
             apply_masks(logits, masks)
         if restricted.size:
@@ -263,7 +268,8 @@ def _choose(logits: torch.Tensor, rows: NDArray[Any], positions: NDArray[np.inte
         return argmax(logits)
     drawing = np.flatnonzero(random)
     columns = (rows[name][drawing] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice"))
-    chosen = draw(_select(logits, drawing), DrawParams(*columns, positions[drawing].astype(np.uint64)))
+    params = DrawParams._make((*columns, positions[drawing].astype(np.uint64)))
+    chosen = draw(_select(logits, drawing), params)
     if drawing.size == len(rows):
         return chosen
     greedy = np.flatnonzero(~random)
